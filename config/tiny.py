@@ -1,0 +1,14 @@
+# What the tiny cells share: bytes of the Python standard library, minutes on two CPU cores.
+dataset = "stdlib"
+reference = "dense_tiny"
+n_embd = 64
+n_head = 4
+block_size = 128
+vocab_size = 257
+tokens_per_step = 4096
+batch_size = 32
+max_iters = 2400
+learning_rate = 3e-3
+warmup_iters = 100
+eval_interval = 800
+log_interval = 50

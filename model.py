@@ -1,0 +1,673 @@
+"""The Gated Recurrent Transformer and the models it is compared with (Hegazy, Alanwar & Elhoushi 2026, arXiv 2608.15062).
+
+A GPT-2 stores every layer it runs. A recurrent-depth model stores few and runs some of them many times: a prelude of p
+blocks once, a core of s shared blocks R times, a coda of c blocks once, written p+s×R+c. Looping alone costs quality,
+for the same weights then do the same thing at every step. The GRT lets one core do different work at each step:
+
+    a   = prelude(embed(tokens))                      the anchor: computed once, never changed
+    h_0 = a
+    for r = 1..R:
+        u_r = W [h_{r-1} + ε_x ; a]                   a light projection, 2D -> D
+        o_r = core(u_r)                               the proposal, by the same s blocks at every step
+        g_r = sigmoid(f([LN h_{r-1} ; LN a]) + ε_g)   the gate, one number per channel; f: 2D -> D -> D with SiLU
+        h_r = g_r h_{r-1} + (1 - g_r) o_r             g = 1 keeps the old state
+    logits = head(LN(coda(h_R)))
+
+The noises ε ~ N(0, 0.1²) are drawn anew at every step and in training only. f's output bias starts at +4, so g ≈ 0.98:
+the state passes through almost untouched and the model learns what to overwrite. Each optimizer step draws its depth
+r ~ Uniform{1..R}; inference uses R, or any smaller depth. W and f are shared by all steps. The halves of W and of f's
+first layer that read the anchor give the same result at every step, so they are computed once per forward pass: the
+update costs 6D² operations per token and step plus 4D² once, not 10D² per step, and no output changes.
+
+In reading order:
+    ModelConfig                              what a model is, checked; its operations per token by two accountings
+    Attention, MLP, Block                    GPT-2's, pre-norm
+    KVCache                                  keys and values of a text so far, one slot per executed block
+    Looped, HeavyTail, MixtureOfRecursions,  the update rules: what is prepared once, what one step does
+    Gated                                    (dense is a model whose core is empty)
+    fold, sample_depth                       randomness as a function of (seed, step)
+    Transformer                              forward, generation, parameter counts
+    save_checkpoint, load_checkpoint         one file, written whole or not at all
+
+Shapes: B batch, T tokens, D width (n_embd), H heads, V vocabulary, S cache length, R recurrence.
+"""
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a model is
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model. Raises ValueError naming field, value and rule where something contradicts itself."""
+    variant: str = "grt"       # update rule: dense, looped, poisson, mor or grt
+    n_prelude: int = 1         # blocks run once, before the core (dense: all of them)
+    n_core: int = 1            # shared blocks, run `recurrence` times (dense: 0)
+    n_coda: int = 1            # blocks run once, after the core (dense: 0)
+    recurrence: int = 10       # R, the number of times the core runs (dense: 1)
+    n_embd: int = 768          # D, the width
+    n_head: int = 12           # attention heads
+    block_size: int = 1024     # the longest context, in tokens
+    vocab_size: int = 50304    # GPT-2's 50257 padded to a multiple of 64
+    bias: bool = False         # biases in linear layers and LayerNorms, as GPT-2 has them
+    dropout: float = 0.0       # on embeddings, attention and residual branches
+    gelu: str = "erf"          # erf (exact), or tanh as in OpenAI's weights
+    anchor: bool = True        # grt: feed the prelude's output to every step (off: a rung of the ablation ladder)
+    gate: bool = True          # grt: blend old state and proposal (off: take the proposal)
+    gate_bias: float = 4.0     # grt: initial bias of the gate's output; +4 keeps 98% of the old state
+    noise: float = 0.1         # grt: standard deviation of the state's and the gate's noise in training; 0 is off
+    depth_sampling: str = ""   # depth per optimizer step: fixed, uniform or poisson ("" is the variant's own)
+
+    def __post_init__(self):
+        def need(truth, text):
+            if not truth:
+                raise ValueError(text)
+
+        need(self.variant in RULES, f"variant={self.variant}: must be one of {', '.join(RULES)}")
+        for name in ("recurrence", "n_embd", "n_head", "block_size", "vocab_size"):
+            need(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("n_prelude", "n_core", "n_coda", "noise"):
+            need(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
+        need(self.n_embd % self.n_head == 0, f"n_embd={self.n_embd}: must be a multiple of n_head={self.n_head}")
+        need(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
+        need(self.gelu in ("erf", "tanh"), f"gelu={self.gelu}: must be erf or tanh")
+        need(self.depth_sampling in ("", "fixed", "uniform", "poisson"),
+             f"depth_sampling={self.depth_sampling}: must be fixed, uniform, poisson or empty for the variant's own")
+        if self.variant == "dense":
+            need(self.n_core == 0 and self.n_coda == 0 and self.recurrence == 1,
+                 f"variant=dense has n_core=0, n_coda=0 and recurrence=1, not {self.n_core}, {self.n_coda} and "
+                 f"{self.recurrence}; n_prelude is its number of blocks")
+        else:
+            need(self.n_core >= 1, f"n_core={self.n_core}: variant={self.variant} needs a core to repeat")
+        need(self.variant != "mor" or self.sampling == "fixed", "variant=mor has one router per recursion: its depth is fixed")
+
+    @property
+    def sampling(self):
+        """How the depth of an optimizer step is drawn: fixed, uniform or poisson."""
+        return self.depth_sampling or RULES[self.variant].sampling
+
+    @property
+    def layout(self):
+        """The model as p+s×R+c."""
+        return f"{self.n_prelude}+{self.n_core}×{self.recurrence}+{self.n_coda}" if self.n_core else str(self.n_prelude)
+
+    def executed_blocks(self, recurrence=None):
+        return self.n_prelude + self.n_core * (recurrence or self.recurrence) + self.n_coda
+
+    def flops_per_token(self, recurrence=None, tokens=None, accounting="executed", head=True):
+        """Operations of a forward pass per token, a multiplication and an addition counted apart.
+
+        recurrence: depth, R by default; tokens: sequence length T, block_size by default; head: with the output layer.
+        accounting="executed" is what the program runs, anchor's halves once, as torch.utils.flop_counter counts it;
+        "paper" is the paper's formula, (p + sR + c)(24D² + 4TD) + R·10D² for GRT, projections and gate anew each step.
+        Attention is counted over all T² pairs in both. Lookups, norms and elementwise work are not counted.
+        """
+        if accounting not in ("executed", "paper"):
+            raise ValueError(f"accounting={accounting}: must be executed or paper")
+        rule, D, T = RULES[self.variant], self.n_embd, tokens or self.block_size
+        depth = self.recurrence if recurrence is None else recurrence
+        total = (self.n_prelude + self.n_coda) * (24 * D**2 + 4 * T * D)
+        for step in range(depth):
+            kept = rule.tokens_kept(self, step, T)
+            total += self.n_core * (24 * D**2 + 4 * kept * D) * kept / T
+        once, each = rule.flops(self) if accounting == "executed" else (0, rule.paper_flops(self))
+        return total + once + depth * each + head * 2 * D * self.vocab_size
+
+    def train_flops_per_token(self, accounting="executed", head=True):
+        """Expected operations of training per token under the depth schedule: the forward pass, and twice that for the
+        backward pass through the steps that have one."""
+        def cost(depth):
+            through = min(depth, RULES[self.variant].backprop_steps)
+            return sum(n * self.flops_per_token(r, None, accounting, head) for n, r in ((1, depth), (2, through)))
+        if self.sampling == "poisson":
+            depths = [sample_depth(self, 0, step) for step in range(10_000)]
+        else:
+            depths = [self.recurrence] if self.sampling == "fixed" else range(1, self.recurrence + 1)
+        costs = {depth: cost(depth) for depth in set(depths)}
+        return sum(costs[depth] for depth in depths) / len(depths)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPT-2's block
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention, through PyTorch's flash kernels where the device has them."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.n_head, self.dropout = c.n_head, c.dropout
+        self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
+        self.out = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
+
+    def forward(self, x, slot=None, keep=None):
+        """x [B, T, D] -> [B, T, D]. slot: where the cache keeps this block's keys and values, the text so far among
+        them. keep [B, T]: tokens that may be attended to; each token sees itself too."""
+        B, T, D = x.shape
+        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in self.qkv(x).split(D, dim=2))  # [B, H, T, D/H]
+        mask = None
+        if slot is not None:
+            k, v, mask = slot.append(k, v, keep)
+        elif keep is not None:
+            mask = causal_mask(0, T, x.device, keep)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
+                                           is_causal=mask is None and T > 1)
+        return self.out(y.transpose(1, 2).reshape(B, T, D))
+
+
+class MLP(nn.Module):
+    """D -> 4D -> D with GELU."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
+        self.down = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
+        self.approximate = "tanh" if c.gelu == "tanh" else "none"
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+class Block(nn.Module):
+    """x + attention(LN x), then x + mlp(LN x)."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(c.n_embd, bias=c.bias)
+        self.attn = Attention(c)
+        self.norm2 = nn.LayerNorm(c.n_embd, bias=c.bias)
+        self.mlp = MLP(c)
+        self.drop = nn.Dropout(c.dropout)
+
+    def forward(self, x, slot=None, keep=None):
+        x = x + self.drop(self.attn(self.norm1(x), slot, keep))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache
+
+
+def causal_mask(start, end, device, kept=None):
+    """True where a query at position start..end-1 may look among positions 0..end-1: [end-start, end]. With kept
+    [B, end] only at kept tokens and itself: [B, 1, end-start, end]."""
+    i, j = torch.arange(start, end, device=device)[:, None], torch.arange(end, device=device)
+    return j <= i if kept is None else (j <= i) & kept[:, None, None, :] | (j == i)
+
+
+class Slot(NamedTuple):
+    """One executed block's part of the cache during one forward pass."""
+    keys: Tensor               # [B, H, S, D/H], written in place
+    values: Tensor             # [B, H, S, D/H]
+    kept: Optional[Tensor]     # [B, S] the tokens a router kept at this step (mor)
+    mask: Optional[Tensor]     # [T, start+T] what the new tokens may see; None: a plain causal pass, or one token
+    start: int                 # the position of the first new token
+
+    def append(self, k, v, keep):
+        """Store the new tokens' k, v [B, H, T, D/H]; return those of the whole text, and the mask."""
+        end = self.start + k.shape[2]
+        self.keys[:, :, self.start:end] = k
+        self.values[:, :, self.start:end] = v
+        mask = self.mask
+        if keep is not None:
+            self.kept[:, self.start:end] = keep
+            mask = causal_mask(self.start, end, k.device, self.kept[:, :end])
+        return self.keys[:, :, :end], self.values[:, :, :end], mask
+
+
+class KVCache:
+    """Keys and values of the text so far in static buffers, one slot per executed block: step r of core block i has a
+    slot of its own, as its keys differ from those of every other step. `length` is the number of tokens held."""
+
+    def __init__(self, config, batch_size, length=None, recurrence=None, device=None, dtype=None):
+        c, self.recurrence = config, recurrence or config.recurrence
+        self.size, self.length = length or c.block_size, 0
+        shape = (c.executed_blocks(self.recurrence), batch_size, c.n_head, self.size, c.n_embd // c.n_head)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros_like(self.keys)
+        self.kept = torch.zeros(shape[0], batch_size, self.size, device=device, dtype=torch.bool) if c.variant == "mor" else None
+
+    def slots(self, T):
+        """The slots for T new tokens, in the order in which blocks run."""
+        start, end = self.length, self.length + T
+        if end > self.size:
+            raise ValueError(f"the cache holds {self.size} tokens; {start} + {T} do not fit")
+        mask = None if start == 0 or T == 1 else causal_mask(start, end, self.keys.device)
+        self.length = end
+        return (Slot(k, v, None if self.kept is None else self.kept[i], mask, start)
+                for i, (k, v) in enumerate(zip(self.keys, self.values)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The update rules
+
+
+class Looped(nn.Module):
+    """Plain depth sharing, h_r = core(h_{r-1}), and the interface of every rule.
+
+    start(x) takes the prelude's output [B, T, D] and returns h_0 and what the steps share. step(h, shared, r, core)
+    returns h_{r+1} and what the next step gets; core(x, keep=None) runs the shared blocks. penalty(shared) is added to
+    the training loss. With an empty core this is the dense model. Universal Transformers (Dehghani et al. 2018, arXiv
+    1807.03819) add a step embedding and learned halting; both are left out, as in the paper's comparison.
+    """
+    sampling = "fixed"          # how training draws its depth, unless told otherwise
+    backprop_steps = math.inf   # the last so many steps receive gradient
+
+    def __init__(self, c):
+        super().__init__()
+
+    def start(self, x):
+        return x, None
+
+    def step(self, h, shared, r, core):
+        return core(h), shared
+
+    def penalty(self, shared):
+        return 0.0
+
+    def reset_parameters(self):
+        """Inits of its own, after those of Transformer."""
+
+    @staticmethod
+    def tokens_kept(c, r, T):
+        """How many of T tokens go through the core at step r in training."""
+        return T
+
+    @staticmethod
+    def flops(c):
+        """Operations per token outside the core as executed: (once, per step)."""
+        return 0, 0
+
+    @staticmethod
+    def paper_flops(c):
+        """The same per step with nothing shared between steps."""
+        return 0
+
+
+class HeavyTail(Looped):
+    """Heavy-tail depth sampling (Geiping et al. 2025, arXiv 2502.05171): u_r = W [h_{r-1} ; a], h_r = LN core(u_r).
+
+    h_0 is drawn from a truncated normal of variance 2/5; depth is drawn from a log-normal Poisson; gradients flow
+    through the last 8 steps only. Ours: evaluation starts every token from one fixed draw, so that a loss is the same
+    twice; depth is capped at 4R (their own code has no cap). Left out: RoPE, gated SiLU, and embedding scale, since all
+    systems here share GPT-2's parts.
+    """
+    sampling, backprop_steps = "poisson", 8
+    std = math.sqrt(2 / 5)
+
+    def __init__(self, c):
+        super().__init__(c)
+        self.project_state = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.project_anchor = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.norm = nn.LayerNorm(c.n_embd, bias=c.bias)
+        fixed = nn.init.trunc_normal_(torch.empty(c.n_embd, device="cpu"), 0.0, self.std, -3 * self.std, 3 * self.std,
+                                      generator=torch.Generator().manual_seed(0))
+        self.register_buffer("h0", fixed, persistent=False)
+
+    def start(self, x):
+        h = self.h0.expand_as(x)
+        if self.training:
+            h = nn.init.trunc_normal_(torch.empty_like(x), 0.0, self.std, -3 * self.std, 3 * self.std)
+        return h, self.project_anchor(x)
+
+    def step(self, h, projected, r, core):
+        return self.norm(core(self.project_state(h) + projected)), projected
+
+    @staticmethod
+    def flops(c):
+        return 2 * c.n_embd**2, 2 * c.n_embd**2
+
+    @staticmethod
+    def paper_flops(c):
+        return 4 * c.n_embd**2
+
+
+class MixtureOfRecursions(Looped):
+    """Mixture-of-Recursions (Bae et al. 2025, arXiv 2507.10524), middle-cycle, expert-choice, recursion-wise cache.
+
+    Recursion r keeps ⌊T(R-r)/R⌋ of the tokens kept before (r from 0), those its router θ_r likes best:
+    h ← h + w core(h), w = α sigmoid(θ_r·h), with attention among the kept tokens. Others stay as they are. The best k
+    of a sequence depend on its future, so evaluation and generation keep a token where sigmoid(θ_r·h) > 1/2, which the
+    penalty, 0.001 × the cross-entropy of router against membership, teaches. `leaky` = True evaluates with the
+    top k all the same, and counts in `decisions` how often the two disagree. Left out: token-choice routing, recursive
+    key-value sharing, and the router's z-loss, which the paper's best model does without.
+    """
+    alpha, penalty_weight = 0.1, 0.001
+
+    def __init__(self, c):
+        super().__init__(c)
+        self.config = c
+        self.routers = nn.ModuleList(nn.Linear(c.n_embd, 1, bias=False) for _ in range(c.recurrence))
+        self.leaky = False
+        self.decisions = [0, 0]   # of the leaky evaluation: how many would be made otherwise causally, how many in all
+
+    def start(self, x):
+        index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        return x, (index if self.training or self.leaky else torch.ones_like(index, dtype=torch.bool), 0.0)
+
+    def step(self, h, shared, r, core):
+        return (self.step_top_k if self.training or self.leaky else self.step_causal)(h, shared, r, core)
+
+    def step_top_k(self, h, shared, r, core):
+        index, penalty = shared                                             # [B, kept before], ascending
+        T, D = h.shape[1:]
+        logits = self.routers[r](h.gather(1, index[..., None].expand(-1, -1, D))).squeeze(-1)
+        best = logits.topk(self.tokens_kept(self.config, r, T), dim=1).indices.sort().values
+        member = torch.zeros_like(logits).scatter(1, best, 1.0)
+        penalty = penalty + F.binary_cross_entropy_with_logits(logits.float(), member.float())
+        if not self.training:
+            self.decisions[0] += ((logits > 0) != member.bool()).sum().item()
+            self.decisions[1] += member.numel()
+        index = index.gather(1, best)
+        rows = index[..., None].expand(-1, -1, D)
+        weight = self.alpha * torch.sigmoid(logits.gather(1, best))[..., None]
+        update = weight * core(h.gather(1, rows))                           # sorted rows: a plain causal pass
+        return h.scatter_add(1, rows, update.type_as(h)), (index, penalty)
+
+    def step_causal(self, h, shared, r, core):
+        keep, penalty = shared                                              # [B, T]
+        logits = self.routers[r](h)
+        keep = keep & (logits.squeeze(-1) > 0)
+        return torch.where(keep[..., None], h + self.alpha * torch.sigmoid(logits) * core(h, keep), h), (keep, penalty)
+
+    def penalty(self, shared):
+        return self.penalty_weight * shared[1]
+
+    @staticmethod
+    def tokens_kept(c, r, T):
+        return max(1, T * (c.recurrence - r) // c.recurrence)
+
+    @staticmethod
+    def flops(c):
+        kept = [MixtureOfRecursions.tokens_kept(c, max(r - 1, 0), c.block_size) for r in range(c.recurrence)]
+        return 0, 2 * c.n_embd * sum(kept) / (c.recurrence * c.block_size)   # routers, on the tokens kept before
+
+
+class Gated(Looped):
+    """The GRT's update: project, propose, gate, blend (equations above). W = [project_state | project_anchor] and f's
+    first layer = [gate_state | gate_anchor], the anchor's halves applied once. Without `anchor` the core reads h + ε
+    and the gate the state alone; without `gate` the proposal becomes the state; with neither and no noise this is
+    Looped: the rungs of the paper's ablation ladder."""
+    sampling = "uniform"
+
+    def __init__(self, c):
+        super().__init__(c)
+        D, self.noise, self.gate_bias, self.has_anchor, self.has_gate = c.n_embd, c.noise, c.gate_bias, c.anchor, c.gate
+        if c.anchor:
+            self.project_state = nn.Linear(D, D)
+            self.project_anchor = nn.Linear(D, D, bias=False)
+        if c.gate:
+            self.norm_state = nn.LayerNorm(D, bias=False)
+            self.gate_state = nn.Linear(D, D)
+            self.gate_out = nn.Linear(D, D)
+        if c.gate and c.anchor:
+            self.norm_anchor = nn.LayerNorm(D, bias=False)
+            self.gate_anchor = nn.Linear(D, D, bias=False)
+
+    def reset_parameters(self):
+        if self.has_gate:
+            nn.init.constant_(self.gate_out.bias, self.gate_bias)
+
+    def start(self, a):
+        projected = self.project_anchor(a) if self.has_anchor else 0.0
+        gated = self.gate_anchor(self.norm_anchor(a)) if self.has_anchor and self.has_gate else 0.0
+        return a, (projected, gated)
+
+    def step(self, h, shared, r, core):
+        proposal = core(self.project(h, shared[0]))
+        return self.blend(h, proposal, shared[1]) if self.has_gate else proposal, shared
+
+    def project(self, h, projected):
+        """The core's input [B, T, D] from the state and the anchor's half of W."""
+        u = self.noisy(h)
+        return (self.project_state(u) + projected).type_as(h) if self.has_anchor else u
+
+    def blend(self, h, proposal, gated):
+        """The new state [B, T, D] from the old one, the proposal and the anchor's half of f's first layer."""
+        hidden = F.silu(self.gate_state(self.norm_state(h)) + gated)
+        gate = torch.sigmoid(self.noisy(self.gate_out(hidden)))
+        return torch.lerp(proposal, h, gate.type_as(h))
+
+    def noisy(self, x):
+        return x + self.noise * torch.randn_like(x) if self.training and self.noise else x
+
+    @staticmethod
+    def flops(c):
+        return 2 * c.n_embd**2 * (c.anchor + (c.anchor and c.gate)), 2 * c.n_embd**2 * (c.anchor + 2 * c.gate)
+
+    @staticmethod
+    def paper_flops(c):
+        return sum(Gated.flops(c))
+
+
+RULES = {"dense": Looped, "looped": Looped, "poisson": HeavyTail, "mor": MixtureOfRecursions, "grt": Gated}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Randomness as a function of (seed, step)
+
+
+def fold(*numbers):
+    """One well-mixed number in [0, 2**63) from several, order and all (the finaliser of SplitMix64, Steele et al. 2014)."""
+    x = 0
+    for n in numbers:
+        x = (x + n + 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        x ^= x >> 31
+    return x >> 1
+
+
+def sample_depth(config, seed, step):
+    """The number of core steps that optimizer step `step` runs, the same on every rank and after every resume.
+
+    uniform: {1..R}. poisson: Poisson(e^τ) + 1 with τ ~ N(ln R - σ²/2, σ), σ = 1/2, whose mean is R + 1 (Geiping et al.
+    2025, section 3.3), capped at 4R (ours).
+    """
+    c, sigma = config, 0.5
+    if c.sampling == "fixed":
+        return c.recurrence
+    if c.sampling == "uniform":
+        return 1 + fold(seed, step) % c.recurrence
+    generator = torch.Generator().manual_seed(fold(seed, step))
+    tau = torch.randn((), generator=generator, dtype=torch.float64) * sigma + math.log(c.recurrence) - sigma**2 / 2
+    return min(int(torch.poisson(tau.exp(), generator=generator)) + 1, 4 * c.recurrence)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+class Transformer(nn.Module):
+    """Prelude, recurrent core, coda: one model for every system.
+
+    Inits, D = n_embd, n = executed blocks at depth R:
+        embeddings, linear layers        N(0, 0.02²)
+        attn.out, mlp.down               N(0, (0.02 / √(2n))²): the branches add up along the residual stream
+        biases, LayerNorms               0, 1;  gate_out.bias = gate_bias
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        c = self.config = config
+        self.wte = nn.Embedding(c.vocab_size, c.n_embd)   # the head's weights too
+        self.wpe = nn.Embedding(c.block_size, c.n_embd)
+        self.drop = nn.Dropout(c.dropout)
+        self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
+        self.core = nn.ModuleList(Block(c) for _ in range(c.n_core))
+        self.rule = RULES[c.variant](c)
+        self.coda = nn.ModuleList(Block(c) for _ in range(c.n_coda))
+        self.norm = nn.LayerNorm(c.n_embd, bias=c.bias)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.executed_blocks()) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+        self.rule.reset_parameters()
+
+    def forward(self, idx, targets=None, recurrence=None, cache=None, last=False):
+        """idx [B, T] -> (logits [B, T, V], loss), loss the mean cross-entropy in nats, None without targets [B, T].
+
+        recurrence: core steps, R by default. cache: a KVCache that holds the text before idx and gets idx added.
+        last: logits of the last token alone, [B, 1, V].
+        """
+        depth = self.config.recurrence if recurrence is None else recurrence
+        if cache is not None and cache.recurrence != depth:
+            raise ValueError(f"the cache was made for {cache.recurrence} steps, not {depth}")
+        first = 0 if cache is None else cache.length
+        if first + idx.shape[1] > self.config.block_size:
+            raise ValueError(f"{first + idx.shape[1]} tokens do not fit block_size={self.config.block_size}")
+        slots = itertools.repeat(None) if cache is None else cache.slots(idx.shape[1])
+
+        def run(blocks, x, keep=None):
+            for block in blocks:
+                x = block(x, next(slots), keep)
+            return x
+
+        positions = torch.arange(first, first + idx.shape[1], device=idx.device)
+        a = run(self.prelude, self.drop(self.wte(idx) + self.wpe(positions)))     # [B, T, D]
+        core = functools.partial(run, self.core)
+        h, shared = self.rule.start(a)
+        for r in range(depth):
+            with contextlib.nullcontext() if r >= depth - self.rule.backprop_steps else torch.no_grad():
+                h, shared = self.rule.step(h, shared, r, core)
+        x = self.norm(run(self.coda, h))
+
+        logits = F.linear(x[:, -1:] if last else x, self.wte.weight)
+        if targets is None:
+            return logits, None
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return logits, loss + self.rule.penalty(shared) if self.training else loss
+
+    # -- generation
+
+    @torch.no_grad()
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, recurrence=None, n_vocab=None, seed=0, cached=True):
+        """Continue idx [B, T], T >= 1, by yielding one new token a row at a time, [B], max_new_tokens times.
+
+        temperature: 0 takes the likeliest token. top_k: draw among the k likeliest. n_vocab: ids from here on are never
+        drawn (the padding of the vocabulary). cached: False computes every step from scratch, to the same result.
+        Positions are learned, so a text longer than block_size cannot slide by one token: when the window is full, its
+        last half becomes the new context and is read again from position 0.
+        """
+        c = self.config
+        depth = c.recurrence if recurrence is None else recurrence
+        if idx.dim() != 2 or idx.shape[1] == 0:
+            raise ValueError(f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
+        training = self.training
+        self.eval()
+        try:
+            generator = torch.Generator(idx.device).manual_seed(seed)
+            context, cache = idx[:, -c.block_size:], None                  # what the model sees next
+            for _ in range(max_new_tokens):
+                if context.shape[1] > c.block_size:
+                    context, cache = context[:, -(c.block_size // 2 or 1):], None
+                if cached and cache is None:
+                    cache = KVCache(c, len(idx), c.block_size, depth, idx.device, self.dtype)
+                unseen = context[:, cache.length:] if cached else context
+                logits = self(unseen, recurrence=depth, cache=cache, last=True)[0][:, -1]
+                token = choose(logits[:, :n_vocab].float(), temperature, top_k, generator)
+                context = torch.cat((context, token[:, None]), dim=1)
+                yield token
+        finally:
+            self.train(training)
+
+    def generate(self, idx, max_new_tokens, **how):
+        """idx [B, T] and its continuation, [B, T + max_new_tokens]; keywords as in `stream`."""
+        return torch.cat((idx, *(t[:, None] for t in self.stream(idx, max_new_tokens, **how))), dim=1)
+
+    # -- accounting
+
+    @property
+    def dtype(self):
+        return self.wte.weight.dtype
+
+    def num_params(self):
+        """Parameters by part, and their total; the head is tied to the token embedding and counted there."""
+        parts = dict(wte=self.wte, wpe=self.wpe, prelude=self.prelude, core=self.core, rule=self.rule, coda=self.coda, norm=self.norm)
+        count = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+        count["total"] = sum(p.numel() for p in self.parameters())
+        assert count["total"] == sum(n for name, n in count.items() if name != "total"), "a parameter outside every part"
+        return count
+
+    def flops_per_token(self, *args, **kwargs):
+        """ModelConfig.flops_per_token of this model."""
+        return self.config.flops_per_token(*args, **kwargs)
+
+    def compile_regions(self):
+        """Compile each block in place: every block and every step runs the same graph, whatever R, and the names of
+        the parameters stay."""
+        for block in itertools.chain(self.prelude, self.core, self.coda):
+            block.compile()
+
+
+def choose(logits, temperature, top_k, generator):
+    """One token a row from logits [B, V], with no transfer to the host: argmax of p/e, e ~ Exp(1), is a draw from p."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    p = F.softmax(logits / temperature, dim=-1)
+    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(dim=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be written or read: one line with the file and what to do."""
+
+
+def save_checkpoint(path, checkpoint):
+    """Write a dict of tensors and plain values: to a temporary file, flushed to disk, then renamed over `path`, so that
+    a reader finds the old file or the new one, whole. Raises CheckpointError, with the old file as it was."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:    # torch reports a full disk as RuntimeError
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "the disk is full or failed"
+        raise CheckpointError(f"could not save {path}: {reason}; the file before it is unharmed") from error
+
+
+def load_checkpoint(path, device="cpu"):
+    """The dict that save_checkpoint wrote, its tensors on `device`. Raises CheckpointError."""
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        checkpoint["model"], checkpoint["settings"]
+        return checkpoint
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such checkpoint; train.py writes one") from None
+    except (OSError, RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint of this project ({type(error).__name__})") from error
+
+
+def from_checkpoint(checkpoint, **overrides):
+    """The Transformer of a loaded checkpoint; overrides replace fields of its ModelConfig, `recurrence` say."""
+    names = [f.name for f in dataclasses.fields(ModelConfig)]
+    config = ModelConfig(**{k: v for k, v in checkpoint["settings"].items() if k in names} | overrides)
+    model = Transformer(config)
+    model.load_state_dict(checkpoint["model"])
+    return model.to(checkpoint["model"]["wte.weight"].device)
