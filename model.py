@@ -266,6 +266,7 @@ class Looped(nn.Module):
     """
     sampling = "fixed"          # how training draws its depth, unless told otherwise
     backprop_steps = math.inf   # the last so many steps receive gradient
+    most_steps = math.inf       # the rule knows no more
 
     def __init__(self, c):
         super().__init__()
@@ -350,7 +351,7 @@ class MixtureOfRecursions(Looped):
 
     def __init__(self, c):
         super().__init__(c)
-        self.config = c
+        self.config, self.most_steps = c, c.recurrence
         self.routers = nn.ModuleList(nn.Linear(c.n_embd, 1, bias=False) for _ in range(c.recurrence))
         self.leaky = False
         self.decisions = [0, 0]   # of the leaky evaluation: how many would be made otherwise causally, how many in all
@@ -525,7 +526,7 @@ class Transformer(nn.Module):
         recurrence: core steps, R by default. cache: a KVCache that holds the text before idx and gets idx added.
         last: logits of the last token alone, [B, 1, V].
         """
-        depth = self.config.recurrence if recurrence is None else recurrence
+        depth = self.depth(recurrence)
         if cache is not None and cache.recurrence != depth:
             raise ValueError(f"the cache was made for {cache.recurrence} steps, not {depth}")
         first = 0 if cache is None else cache.length
@@ -553,6 +554,13 @@ class Transformer(nn.Module):
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         return logits, loss + self.rule.penalty(shared) if self.training else loss
 
+    def depth(self, recurrence=None):
+        """The core steps that `recurrence` asks for, R if None. Raises ValueError where the model cannot run them."""
+        depth = self.config.recurrence if recurrence is None else recurrence
+        if not 0 <= depth <= self.rule.most_steps:
+            raise ValueError(f"recurrence={depth}: this {self.config.variant} model runs 0 to {self.rule.most_steps} core steps")
+        return depth
+
     # -- generation
 
     @torch.no_grad()
@@ -565,7 +573,7 @@ class Transformer(nn.Module):
         last half becomes the new context and is read again from position 0.
         """
         c = self.config
-        depth = c.recurrence if recurrence is None else recurrence
+        depth = self.depth(recurrence)
         if idx.dim() != 2 or idx.shape[1] == 0:
             raise ValueError(f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
         training = self.training

@@ -1,0 +1,119 @@
+"""Let a checkpoint speak.
+
+    python sample.py                                             # the newest checkpoint under out/
+    python sample.py --run=out/grt_tiny --start="def main(" --num_samples=3 --recurrence=2
+
+The samples of one call are drawn side by side; the first is printed as it comes, the others when all are done. A sample
+ends with its document. Settings:
+"""
+import codecs
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+import torch
+
+import config
+from config import ConfigError
+from model import CheckpointError, from_checkpoint, load_checkpoint
+from prepare import DataError, get_tokenizer
+from train import checkpoint_path, find_autocast, find_device
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Every setting of sample.py."""
+    run: str = ""                        # a run's folder or a checkpoint; "" is the newest under out/
+    start: str = ""                      # the prompt; "" is the beginning of a document
+    file: str = ""                       # read the prompt from this file instead
+    num_samples: int = 1                 # texts to draw side by side
+    max_new_tokens: int = 500            # longest continuation, in tokens
+    temperature: float = 0.8             # 0 takes the likeliest token each time
+    top_k: Optional[int] = 200           # draw among the k likeliest tokens; None among all
+    recurrence: Optional[int] = None     # core steps; None is the model's own R
+    seed: int = 1337                     # the same seed, the same text
+    device: str = "auto"                 # auto, cpu, cuda, cuda:1, mps
+    dtype: str = "auto"                  # auto, float32 or bfloat16; auto is bfloat16 on GPUs that have it
+
+    def __post_init__(self):
+        for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("temperature", 0), ("top_k", 1), ("recurrence", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: must be at least {least}")
+        if self.start and self.file:
+            raise ValueError("start and file are two prompts; give one")
+
+
+def newest_checkpoint():
+    """The checkpoint under out/ that was written last."""
+    found = sorted(Path("out").glob("*/*.pt"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ConfigError("no checkpoint under out/; train one with: python train.py config/grt_tiny.py")
+    return found[-1]
+
+
+def read_prompt(c):
+    """The prompt as text. Raises ConfigError where it cannot be read or is not text."""
+    try:
+        text = Path(c.file).read_text(encoding="utf-8") if c.file else c.start
+        text.encode("utf-8")             # an argument that was not UTF-8 arrives with lone surrogates
+        return text
+    except UnicodeError:
+        raise ConfigError(f"the prompt{' in ' + c.file if c.file else ''} is not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"{c.file}: {error.strerror}") from None
+
+
+def sample(c):
+    path = checkpoint_path(c.run) if c.run else newest_checkpoint()
+    device = find_device(c.device)
+    checkpoint = load_checkpoint(path, device)
+    tokenizer = get_tokenizer(checkpoint["tokenizer"])
+    model = from_checkpoint(checkpoint).eval()
+    try:
+        recurrence = model.depth(c.recurrence)
+    except ValueError as error:
+        raise ConfigError(error) from None
+    prompt = tokenizer.encode_ordinary(read_prompt(c)) or [tokenizer.eot_token]
+    idx = torch.tensor(prompt, device=device).repeat(c.num_samples, 1)
+    print(f"{path}: {model.config.variant} {model.config.layout}, step {checkpoint['step']}"
+          + (f", {recurrence} core steps" if recurrence != model.config.recurrence else ""), file=sys.stderr)
+
+    texts = [bytearray() for _ in range(c.num_samples)]
+    ended = [False] * c.num_samples
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")          # a character may come in several tokens
+    show = lambda data, final=False: print(decoder.decode(data, final), end="", flush=True)
+    show(read_prompt(c).encode())
+    with find_autocast(c.dtype, device)():
+        for tokens in model.stream(idx, c.max_new_tokens, c.temperature, c.top_k, recurrence, tokenizer.n_vocab, c.seed):
+            for i, token in enumerate(tokens.tolist()):
+                ended[i] = ended[i] or token == tokenizer.eot_token
+                if not ended[i]:
+                    data = tokenizer.decode_single_token_bytes(token)
+                    texts[i] += data
+                    if i == 0:
+                        show(data)
+            if all(ended):
+                break
+    show(b"", final=True)
+    print()
+    for text in texts[1:]:
+        print("-" * 40)
+        print(read_prompt(c) + text.decode("utf-8", "replace"))
+
+
+def main(argv=None):
+    try:
+        sample(config.load(SampleConfig, sys.argv[1:] if argv is None else argv, __doc__))
+    except (ConfigError, DataError, CheckpointError) as error:
+        config.fail(error)
+    except BrokenPipeError:               # python sample.py | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
