@@ -414,7 +414,7 @@ def train(c, should_stop=lambda: False):
     clock, since, tokens_since, flops_since, autocast = 0.0, time.perf_counter(), 0, 0.0, find_autocast(c.dtype, device)
     for step in range(start, steps + 1):
         # evaluate, with everything saved first: whatever happens in there, the run can go on from here
-        if step > start and (step % c.eval_interval == 0 or step == steps):
+        if step > 0 and (step % c.eval_interval == 0 or step == steps):
             clock += time.perf_counter() - since
             if main:
                 save_checkpoint(latest, checkpoint(optimizer=optimizer.state_dict()))
