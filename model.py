@@ -444,7 +444,7 @@ class Gated(Looped):
         return torch.lerp(proposal, h, gate.type_as(h))
 
     def noisy(self, x):
-        return x + self.noise * torch.randn_like(x) if self.training and self.noise else x
+        return torch.add(x, torch.randn_like(x), alpha=self.noise) if self.training and self.noise else x
 
     @staticmethod
     def flops(c):
@@ -520,11 +520,12 @@ class Transformer(nn.Module):
                 nn.init.zeros_(p)
         self.rule.reset_parameters()
 
-    def forward(self, idx, targets=None, recurrence=None, cache=None, last=False):
+    def forward(self, idx, targets=None, recurrence=None, cache=None, want="all"):
         """idx [B, T] -> (logits [B, T, V], loss), loss the mean cross-entropy in nats, None without targets [B, T].
 
         recurrence: core steps, R by default. cache: a KVCache that holds the text before idx and gets idx added.
-        last: logits of the last token alone, [B, 1, V].
+        want: logits of "all" tokens, of the "last" alone, [B, 1, V], or "none": with targets, the loss then never holds
+        the logits of the whole batch, the largest tensor of a training step.
         """
         depth = self.depth(recurrence)
         if cache is not None and cache.recurrence != depth:
@@ -548,10 +549,13 @@ class Transformer(nn.Module):
                 h, shared = self.rule.step(h, shared, r, core)
         x = self.norm(run(self.coda, h))
 
-        logits = F.linear(x[:, -1:] if last else x, self.wte.weight)
+        logits = None if want == "none" else F.linear(x[:, -1:] if want == "last" else x, self.wte.weight)
         if targets is None:
             return logits, None
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        if logits is None:
+            loss = ChunkedCrossEntropy.apply(x.flatten(0, 1), self.wte.weight, targets.flatten())
+        else:
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         return logits, loss + self.rule.penalty(shared) if self.training else loss
 
     def depth(self, recurrence=None):
@@ -587,7 +591,7 @@ class Transformer(nn.Module):
                 if cached and cache is None:
                     cache = KVCache(c, len(idx), c.block_size, depth, idx.device, self.dtype)
                 unseen = context[:, cache.length:] if cached else context
-                logits = self(unseen, recurrence=depth, cache=cache, last=True)[0][:, -1]
+                logits = self(unseen, recurrence=depth, cache=cache, want="last")[0][:, -1]
                 token = choose(logits[:, :n_vocab].float(), temperature, top_k, generator)
                 context = torch.cat((context, token[:, None]), dim=1)
                 yield token
@@ -621,6 +625,44 @@ class Transformer(nn.Module):
         the parameters stay."""
         for block in itertools.chain(self.prelude, self.core, self.coda):
             block.compile()
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """mean over N of cross_entropy(x Wᵀ, targets), for x [N, D], W [V, D], targets [N].
+
+    The gradient of a loss is known as soon as the loss is: p - onehot(target) for each row of logits. So both are
+    computed chunk by chunk in the forward pass, each chunk's logits [chunk, V] overwritten by the next, and the same
+    three matrix products are done as without chunks. Only the gradients of x and W are kept.
+    """
+    chunk = 4096    # tokens: 0.8 GB of float32 logits at GPT-2's vocabulary; smaller ones add up dW more often
+
+    @staticmethod
+    def forward(ctx, x, W, targets):
+        with torch.autocast(x.device.type, enabled=False):
+            low = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+            x_low, W_low = x.to(low), W.to(low)
+            need = any(ctx.needs_input_grad)
+            dx, dW = (torch.empty_like(x), torch.zeros_like(W)) if need else (None, None)
+            total, N = torch.zeros((), device=x.device, dtype=torch.promote_types(x.dtype, torch.float32)), len(x)
+            for i in range(0, N, ChunkedCrossEntropy.chunk):
+                rows, target = slice(i, i + ChunkedCrossEntropy.chunk), targets[i:i + ChunkedCrossEntropy.chunk, None]
+                logits = (x_low[rows] @ W_low.t()).to(total.dtype)
+                largest, where = logits.max(dim=1, keepdim=True)
+                at_target = logits.gather(1, target)
+                p = torch.softmax(logits, dim=1, out=logits)
+                total += (largest - p.gather(1, where).log() - at_target).sum()   # log Σ exp - logit; max p >= 1/V
+                if need:
+                    p.scatter_add_(1, target, p.new_full((), -1.0).expand_as(target))
+                    g = p.div_(N).to(low)
+                    dx[rows] = g @ W_low
+                    dW.addmm_(g.t(), x_low[rows]) if low == dW.dtype else dW.add_(g.t() @ x_low[rows])
+        ctx.save_for_backward(dx, dW)
+        return total / N
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dW = ctx.saved_tensors
+        return dx.mul_(grad), dW.mul_(grad), None
 
 
 def choose(logits, temperature, top_k, generator):

@@ -193,7 +193,7 @@ def evaluate(model, stream, c, device, ranks=Ranks(0, 0, 1), recurrence=None, st
             break
         x, y = load_windows(stream, [i * T for i in range(first, min(first + c.batch_size, n))], T, device)
         with autocast():
-            loss = model(x, y, recurrence=recurrence)[1]
+            loss = model(x, y, recurrence=recurrence, want="none")[1]
         total += torch.tensor([loss.item() * len(x), len(x), 0], dtype=torch.float64)
     model.train(training)
     total = all_sum(total, device, ranks)
@@ -444,7 +444,7 @@ def train(c, should_stop=lambda: False):
             torch.manual_seed(fold(c.seed, step, micro))                    # noise and dropout
             with ddp.no_sync() if ddp is not model and k < accumulation - 1 else contextlib.nullcontext():
                 with autocast():
-                    loss = ddp(x, y, recurrence=depth)[1] / accumulation
+                    loss = ddp(x, y, recurrence=depth, want="none")[1] / accumulation
                 loss.backward()
             loss_sum += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf).item()

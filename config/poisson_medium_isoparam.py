@@ -1,0 +1,3 @@
+base = "medium.py"
+variant = "poisson"
+n_prelude, n_core, recurrence, n_coda = 2, 20, 4, 2
