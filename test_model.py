@@ -471,3 +471,581 @@ def test_mor_leaks_only_under_its_own_name():
     model.rule.leaky = False
     assert torch.equal(model(x)[0], causal)
     assert "leaky" not in {f.name for f in dataclasses.fields(train.TrainConfig)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training: the real train.main on a small corpus
+
+FLAGS = dict(dataset="mini", n_embd=16, n_head=2, block_size=16, vocab_size=257, tokens_per_step=128, batch_size=8,
+             max_iters=6, warmup_iters=2, learning_rate=3e-3, eval_interval=3, log_interval=1, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """data/ with a small dataset called mini, written by prepare.py."""
+    folder, draw = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
+    lines = (" ".join("".join(draw.choice(list("aeiounst"), 5)) for _ in range(12)) for _ in range(250))
+    (folder / "some.txt").write_text("\n\n".join(lines))
+    assert prepare.main([str(folder / "some.txt"), "--name=mini", f"--data_dir={folder / 'data'}"]) == 0
+    return folder / "data"
+
+
+@pytest.fixture
+def work(corpus, tmp_path, monkeypatch):
+    """An empty folder to run in, with the corpus in reach; signal handlers as before afterwards."""
+    (tmp_path / "data").symlink_to(corpus)
+    monkeypatch.chdir(tmp_path)
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    yield tmp_path
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def flags(variant, out, **more):
+    settings = FLAGS | SHAPES[variant] | dict(variant=variant, out_dir=out) | more
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def status(main, argv):
+    """The exit status of main(argv)."""
+    try:
+        return main(argv) or 0
+    except SystemExit as end:
+        return end.code or 0
+
+
+def run(variant="grt", out="run", **more):
+    """Train; the exit status."""
+    return status(train.main, flags(variant, out, **more))
+
+
+def log(out="run"):
+    """The log's entries without what depends on the clock: (training, validation)."""
+    entries = [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+    entries = [{k: v for k, v in e.items() if k != "tokens_per_s"} for e in entries if "settings" not in e]
+    return [e for e in entries if "loss" in e], [e for e in entries if "val_loss" in e]
+
+
+def checkpoint(out="run", name="latest.pt"):
+    return load_checkpoint(Path(out, name))
+
+
+def same(a, b):
+    """Equal bit for bit, tensors in dicts and lists included."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def without_folder(saved):
+    return saved | {"settings": {k: v for k, v in saved["settings"].items() if k != "out_dir"}}
+
+
+def at_step(monkeypatch, *steps, do=lambda: signal.raise_signal(signal.SIGTERM)):
+    """Do something in the middle of these optimizer steps, once each."""
+    real, left = train.training_batch, list(steps)
+
+    def training_batch(stream, c, step, micro, device):
+        if step in left:
+            left.remove(step)
+            do()
+        return real(stream, c, step, micro, device)
+    monkeypatch.setattr(train, "training_batch", training_batch)
+
+
+def error_line(capsys, *words):
+    """The one line that was printed to stderr, which must contain these words."""
+    err = capsys.readouterr().err.strip()
+    assert err.startswith("error: ") and "\n" not in err, err
+    for word in words:
+        assert word in err, err
+    return err
+
+
+@each_variant
+def test_resume_is_bit_exact(variant, work, monkeypatch):
+    """FAULTS 1 (nanoGPT#467, #294): stopped by SIGTERM three times, once right before an evaluation, and continued by the
+    same command: parameters, optimizer, losses, depths, noise, dropout and the log are those of the run left alone."""
+    more = dict(dropout=0.1, max_iters=8)
+    assert run(variant, "straight", **more) == 0
+    at_step(monkeypatch, 0, 2, 4)
+    for steps in (1, 3, 5):
+        assert run(variant, **more) == 128 + signal.SIGTERM
+        assert checkpoint()["step"] == steps
+    assert run(variant, **more) == 0
+    assert log() == log("straight")
+    for name in ("latest.pt", "best.pt"):
+        assert same(without_folder(checkpoint(name=name)), without_folder(checkpoint("straight", name)))
+
+
+def test_evaluation_disturbs_nothing(work):
+    """FAULTS 1: how often, and at which depths, a run evaluates changes no loss and no parameter."""
+    run(out="seldom", eval_interval=100)
+    run(out="often", eval_interval=1, eval_depths=True)
+    assert log("seldom")[0] == log("often")[0] and same(checkpoint("seldom")["model"], checkpoint("often")["model"])
+
+
+# -- one optimizer step, however it is split
+
+
+def record(variant, out, **more):
+    """Train, noise off; every step's gradient before clipping and its depth, and the exit status."""
+    seen, clip, depth = types.SimpleNamespace(grads=[], depths=[]), nn.utils.clip_grad_norm_, train.sample_depth
+
+    def recorded_clip(parameters, *rest):
+        parameters = list(parameters)
+        seen.grads.append([p.grad.clone() for p in parameters])
+        return clip(parameters, *rest)
+
+    def recorded_depth(*args):
+        seen.depths.append(depth(*args))
+        return seen.depths[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.utils, "clip_grad_norm_", recorded_clip)
+        patch.setattr(train, "sample_depth", recorded_depth)
+        patch.setattr(model_file.HeavyTail, "start", lambda rule, x: (rule.h0.expand_as(x), rule.project_anchor(x)))
+        seen.status = run(variant, out, noise=0.0, **more)
+    return vars(seen)
+
+
+def one_of_two_ranks():
+    """What each process of the test below does: every variant, and a run stopped by a signal to one rank alone."""
+    rank, results = int(os.environ["RANK"]), {}
+    init = train.dist.init_process_group
+    train.dist.init_process_group = lambda *args: train.dist.is_initialized() or init(*args)       # once for all runs
+    train.dist.destroy_process_group = lambda: None
+    for name in [*VARIANTS, "stopped", "continued"]:
+        variant, out = (name, f"two-{name}") if name in VARIANTS else ("grt", "two-stopped")
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "stopped" and rank == 1:
+                at_step(patch, 1)
+            results[name] = record(variant, out, batch_size=4)
+    torch.save(results, f"rank{rank}.pt")
+
+
+def test_micro_batches_and_ranks_change_nothing(work):
+    """FAULTS 2 (nanoGPT#145, modded-nanogpt#146, build-nanogpt#30): 1×8, 4×2 accumulated and 2 ranks × 4 give the same
+    gradients, losses and parameters. FAULTS 3 (parameter-golf#835): all ranks draw the same depths, also after a stop
+    that only one of them was asked for. FAULTS 9: validation loss is the same too."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [torch.load(f"rank{r}.pt") for r in (0, 1)]
+    for variant in VARIANTS:
+        one = record(variant, f"one-{variant}", batch_size=8)
+        for out, other in ((f"four-{variant}", record(variant, f"four-{variant}", batch_size=2)),
+                           (f"two-{variant}", ranks[0][variant]), (f"two-{variant}", ranks[1][variant])):
+            assert other["status"] == 0 and other["depths"] == one["depths"]
+            for step, (a, b) in enumerate(zip(one["grads"], other["grads"], strict=True)):
+                assert all((x - y).abs().max() < 1e-5 for x, y in zip(a, b)), f"{out}, step {step}"
+            for a, b in zip(itertools.chain(*log(out)), itertools.chain(*log(f"one-{variant}")), strict=True):
+                assert a == pytest.approx(b, abs=1e-5)
+            for name, p in checkpoint(out)["model"].items():
+                assert torch.allclose(p, checkpoint(f"one-{variant}")["model"][name], atol=1e-5), f"{out} {name}"
+    assert [r["stopped"]["status"] for r in ranks] == [0, 128 + signal.SIGTERM]
+    for r in ranks:
+        assert r["stopped"]["depths"] + r["continued"]["depths"] == ranks[0]["grt"]["depths"]
+    assert log("two-stopped") == log("two-grt") and same(checkpoint("two-stopped")["model"], checkpoint("two-grt")["model"])
+
+
+def test_logged_loss_is_the_mean(work, monkeypatch):
+    """FAULTS 12 (nanochat#52): the logged loss is the mean over the step's micro-batches (over ranks: test above)."""
+    losses, forward = [], Transformer.forward
+
+    def recorded(model, *args, **more):
+        logits, loss = forward(model, *args, **more)
+        if model.training:
+            losses.append(loss.item())
+        return logits, loss
+    monkeypatch.setattr(Transformer, "forward", recorded)
+    run(batch_size=2, max_iters=3)
+    assert [e["loss"] for e in log()[0]] == pytest.approx([np.mean(losses[i:i + 4]) for i in (0, 4, 8)], abs=1e-6)
+    assert not any("mfu" in e for e in log()[0]), "FAULTS 11: no MFU on a device whose peak is unknown"
+
+
+def test_every_window_once_an_epoch(corpus):
+    """Data order is a function of (seed, step, micro-batch): each epoch visits every window once, in an order of its own."""
+    data = prepare.open_dataset("mini", corpus)
+    c = train.TrainConfig(block_size=512, tokens_per_step=1024, batch_size=1)
+    n, whole = data.train.windows(512), data.train.read(0, len(data.train)).astype(np.int64)
+    order = []
+    for i in range(2 * n):
+        x, y = train.training_batch(data.train, c, i // 2, i % 2, torch.device("cpu"))
+        start = next(s for s in range(0, n * 512, 512) if np.array_equal(whole[s:s + 512], x[0]))
+        assert np.array_equal(whole[start + 1:start + 513], y[0])
+        order.append(start)
+    assert sorted(order[:n]) == sorted(order[n:]) == list(range(0, n * 512, 512)) and order[:n] != order[n:] != sorted(order[n:])
+
+
+# -- compilation
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))), reason="no C++ compiler")
+
+
+@contextlib.contextmanager
+def watched_compiler(monkeypatch, backend=None):
+    """Compile from scratch, every fall-back to eager an error; yields a function that counts the graphs so far."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    if backend:
+        real = nn.Module.compile
+        monkeypatch.setattr(nn.Module, "compile", lambda module, **more: real(module, backend=backend, **more))
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert not torch._dynamo.utils.counters["graph_break"]
+    torch._dynamo.reset()
+
+
+@each_variant
+def test_graphs_do_not_grow_with_depth(variant, monkeypatch):
+    """FAULTS 4 (pytorch#167504): R = 1..12, training, evaluation and cached generation: a few graphs, none after R = 3,
+    no recompile limit met, no graph break, and the results of the uncompiled model."""
+    for R in range(1, 13):
+        if R == 1:
+            context = watched_compiler(monkeypatch, "eager")
+            graphs = context.__enter__()
+        c = tiny(variant, recurrence=1 if variant == "dense" else R)
+        plain, compiled = make(c, dtype=torch.float32), make(c, dtype=torch.float32)
+        compiled.compile_regions()
+        for training in (True, False):
+            results = []
+            for model in (plain, compiled):
+                torch.manual_seed(R)
+                results.append(model.train(training)(text(c), text(c, seed=1))[1])
+                if training:
+                    results[-1].backward()
+            assert results[0].item() == pytest.approx(results[1].item(), abs=1e-5)
+        assert torch.equal(*(m.generate(text(c, T=5), 5, temperature=0) for m in (plain, compiled)))
+        if R == 3:
+            few = graphs()
+    context.__exit__(None, None, None)
+    assert 1 <= few == graphs() <= 12
+
+
+@needs_compiler
+def test_compiled_checkpoint_is_plain(work, monkeypatch):
+    """FAULTS 7 (nanoGPT#325): a compiled run's checkpoint has the plain names, loads strictly into an uncompiled model,
+    and continues in an uncompiled run."""
+    with watched_compiler(monkeypatch) as graphs:
+        assert run(compile=True, max_iters=3, eval_interval=3) == 0 and 1 <= graphs() <= 6
+    saved = checkpoint()
+    plain = model_file.from_checkpoint(saved)
+    assert saved["model"].keys() == dict(plain.named_parameters()).keys()
+    assert run(compile=False, max_iters=4) == 0 and checkpoint()["step"] == 4
+    run(out="eager", max_iters=3, eval_interval=3)
+    for a, b in zip(log()[0][:3], log("eager")[0]):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+
+
+# -- however a run ends
+
+def leaves_a_whole_run(out="run", step=None):
+    """The run's checkpoint loads into a model and says how far it got."""
+    saved = checkpoint(out)
+    assert all(p.isfinite().all() for p in model_file.from_checkpoint(saved).parameters())
+    assert step is None or saved["step"] == step
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_stops(number, work):
+    """FAULTS 6 (nanochat#446, nanoGPT#60, #210): Ctrl-C and SIGTERM, to a process of its own, in the middle of a step."""
+    command = [sys.executable, HERE / "train.py", *flags("grt", "run", max_iters=10**6, eval_interval=10**6)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not (line := process.stdout.readline()).startswith("step 3/"):
+            assert line, process.stderr.read()
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "Traceback" not in err and "same command continues" in out
+    last = int(re.findall(r"step (\d+)/", out)[-1] if "step" in out else 3)
+    assert leaves_a_whole_run(step=last + 1)
+
+
+def test_a_run_ends_with_exactly_its_steps(work, monkeypatch, capsys):
+    """FAULTS 10 (nanoGPT#332): max_iters = N makes N updates and saves the last, though N is no multiple of
+    eval_interval and (FAULTS 6) even if that is larger; the same command then says that the run is finished."""
+    for N, interval in ((5, 3), (5, 100), (1, 1)):
+        updates = []
+        with monkeypatch.context() as patch:
+            real = torch.optim.AdamW.step
+            patch.setattr(torch.optim.AdamW, "step", lambda optimizer: updates.append(1) or real(optimizer))
+            assert run(out=f"run-{N}-{interval}", max_iters=N, eval_interval=interval) == 0
+            saved = checkpoint(f"run-{N}-{interval}")
+            assert len(updates) == N and leaves_a_whole_run(f"run-{N}-{interval}", step=N)
+            assert {int(s["step"]) for s in saved["optimizer"]["state"].values()} == {N}
+            capsys.readouterr()
+            assert run(out=f"run-{N}-{interval}", max_iters=N, eval_interval=interval) == 0
+        assert len(updates) == N and f"finished its {N} steps" in capsys.readouterr().out
+    assert same(checkpoint("run-5-3")["model"], checkpoint("run-5-100")["model"])
+    assert [e["step"] for e in log("run-5-3")[0]] == [0, 1, 2, 3, 4] and [e["step"] for e in log("run-5-3")[1]] == [3, 5]
+
+
+def test_extending_a_run_keeps_its_log(work):
+    """A finished run that is given more steps keeps every entry of its log, the last validation among them."""
+    run(max_iters=4, eval_interval=2)
+    before = log()
+    run(max_iters=8, eval_interval=4)
+    training, validation = log()
+    assert training[:4] == before[0] and [e["step"] for e in validation] == [2, 4, 8]
+
+
+def test_an_exception_in_evaluation_loses_nothing(work, monkeypatch):
+    """FAULTS 6: everything is saved before an evaluation; the run goes on from there and makes up for the evaluation."""
+    run(out="straight")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "evaluate", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run()
+    assert leaves_a_whole_run(step=3)
+    assert run() == 0 and log() == log("straight") and same(checkpoint()["model"], checkpoint("straight")["model"])
+
+
+@each_variant
+def test_a_signal_in_evaluation_loses_nothing(variant, work, monkeypatch):
+    """FAULTS 6: an evaluation that is told to stop stops, in whichever of its parts it is; the rest comes later."""
+    run(variant, "straight", eval_depths=True)
+    real, calls = train.load_windows, itertools.count()
+    per_evaluation = 0
+
+    def counted(*args):
+        next(calls)
+        return real(*args)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "load_windows", counted)
+        run(variant, "counted", eval_depths=True)
+    per_evaluation = (next(calls) - 6) // 2
+    for k, at in enumerate((3, 3 + per_evaluation // 2, 3 + per_evaluation - 1)):     # after the first three steps
+        calls = itertools.count()
+
+        def stopping(*args):
+            if next(calls) == at:
+                signal.raise_signal(signal.SIGTERM)
+            return real(*args)
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "load_windows", stopping)
+            assert run(variant, f"run{k}", eval_depths=True) == 128 + signal.SIGTERM
+        assert leaves_a_whole_run(f"run{k}")
+        assert run(variant, f"run{k}", eval_depths=True) == 0
+        assert log(f"run{k}") == log("straight")
+
+
+def test_a_kill_in_the_middle_of_a_save(tmp_path):
+    """FAULTS 6: SIGKILL when half of a checkpoint is written leaves the old one, and the next save succeeds."""
+    path = tmp_path / "latest.pt"
+    old, new = ({"model": {"w": torch.full((1000,), value)}, "settings": {}} for value in (1.0, 2.0))
+    save_checkpoint(path, old)
+    real = torch.save
+    if not (child := os.fork()):
+        def half(value, file):
+            data = io.BytesIO()
+            real(value, data)
+            target = open(file, "wb") if isinstance(file, (str, os.PathLike)) else file
+            target.write(data.getvalue()[:2000])
+            target.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.save = half
+        save_checkpoint(path, new)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert same(load_checkpoint(path), old)
+    save_checkpoint(path, new)
+    assert same(load_checkpoint(path), new)
+
+
+needs_full_disk = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+
+
+@needs_full_disk
+def test_a_full_disk_while_saving(work, capsys):
+    """FAULTS 6: no space for a checkpoint is one line and status 2; the one before it still loads and continues."""
+    run(out="straight")
+    run(max_iters=3)
+    before = Path("run/latest.pt").read_bytes()
+    Path("run/latest.pt.tmp").symlink_to("/dev/full")
+    capsys.readouterr()
+    assert run() == 2
+    error_line(capsys, "run/latest.pt")
+    assert Path("run/latest.pt").read_bytes() == before and leaves_a_whole_run(step=3)
+    assert run() == 0 and leaves_a_whole_run(step=6)
+
+
+@needs_full_disk
+@pytest.mark.parametrize("name", ["log.jsonl", "config.json", "best.pt.tmp"])
+def test_a_full_disk_elsewhere(name, work, capsys):
+    """FAULTS 6: no space for the log, the settings or the best checkpoint is one line and status 2 as well."""
+    Path("run").mkdir()
+    Path("run", name).symlink_to("/dev/full")
+    assert run() == 2
+    error_line(capsys, "run")
+
+
+@needs_full_disk
+def test_a_full_disk_does_not_cost_the_log(work, monkeypatch):
+    """FAULTS 6: continuing a run on a full disk does not empty the log that it has."""
+    run(max_iters=3)
+    before = Path("run/log.jsonl").read_text()
+    real = open
+
+    def full(file, mode="r", *args, **more):
+        handle = real(file, mode, *args, **more)
+        return handle if mode.startswith("r") or "run" not in str(file) else real("/dev/full", mode)
+    monkeypatch.setattr("builtins.open", full)
+    monkeypatch.setattr("io.open", full)
+    with contextlib.suppress(OSError):
+        run()
+    monkeypatch.undo()
+    assert Path(work, "run/log.jsonl").read_text().startswith(before)
+
+
+def nan_at(monkeypatch, bad):
+    """The loss of these optimizer steps is not a number. Returns a list that gets the parameters before each step."""
+    forward, step, parameters = Transformer.forward, itertools.count(), []
+
+    def poisoned(model, *args, **more):
+        logits, loss = forward(model, *args, **more)
+        if model.training:
+            parameters.append({k: v.clone() for k, v in model.state_dict().items()})
+            loss = loss * (math.nan if next(step) in bad else 1)
+        return logits, loss
+    monkeypatch.setattr(Transformer, "forward", poisoned)
+    return parameters
+
+
+@each_variant
+def test_a_gradient_that_is_not_finite_is_skipped(variant, work, monkeypatch):
+    """FAULTS 8 (nanoGPT#215, #167, #554): that step changes neither parameters nor optimizer, and is counted."""
+    parameters = nan_at(monkeypatch, {1, 3, 4})
+    assert run(variant) == 0
+    unchanged = [same(a, b) for a, b in zip(parameters, parameters[1:] + [checkpoint()["model"]])]
+    assert unchanged == [False, True, False, True, True, False]
+    assert [e["skipped"] for e in log()[0]] == [0, 1, 1, 2, 3, 3] and checkpoint()["skipped"] == 3
+    assert {int(s["step"]) for s in checkpoint()["optimizer"]["state"].values()} == {3}
+    assert leaves_a_whole_run(step=6)
+
+
+@pytest.mark.parametrize("interval", [3, 1000])
+def test_ten_bad_gradients_in_a_row_stop_the_run(interval, work, monkeypatch, capsys):
+    """FAULTS 8: one clear line, status 2, and the checkpoint that the line speaks of is there and good; nine do not."""
+    assert len(nan_at(monkeypatch, range(2, 11))) == 0
+    assert run(out="nine", max_iters=12) == 0
+    monkeypatch.undo()
+    monkeypatch.chdir(work)
+    parameters = nan_at(monkeypatch, range(2, 100))
+    capsys.readouterr()
+    assert run(max_iters=20, eval_interval=interval) == 2
+    error_line(capsys, "10 times in a row", "run/latest.pt")
+    assert len(parameters) == 12 and leaves_a_whole_run() and same(checkpoint()["model"], parameters[2])
+
+
+# -- validation
+
+@each_variant
+def test_validation_loss_is_one_number(variant, corpus, monkeypatch):
+    """FAULTS 9 (torchtitan#1759, llm-baselines#16): twice the same, whatever the batch size, the world size, the depth
+    schedule or the model's mode; it is the mean over all non-overlapping windows; and no randomness is used."""
+    data = prepare.open_dataset("mini", corpus)
+    settings = FLAGS | SHAPES[variant] | dict(variant=variant, dropout=0.2)
+    c = train.TrainConfig(**settings)
+    model, cpu = make(c, dtype=torch.float32).train(), torch.device("cpu")
+    tokens, T = torch.from_numpy(data.val.read(0, len(data.val)).astype(np.int64)), 16
+    x, y = (tokens[i:i + (len(tokens) - 1) // T * T].view(-1, T) for i in (0, 1))
+    with torch.no_grad():
+        logits, _ = model.eval()(x)
+    wanted = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()).item()
+    model.train()
+    state = torch.get_rng_state()
+    losses = [train.evaluate(model, data.val, dataclasses.replace(c, batch_size=b), cpu) for b in (8, 8, 1, 7, 1000)]
+    if variant != "mor":
+        losses += [train.evaluate(model, data.val, dataclasses.replace(c, depth_sampling=d), cpu) for d in ("fixed", "uniform", "poisson")]
+    assert losses[0] == losses[1] and losses == pytest.approx([wanted] * len(losses), abs=1e-5)
+    assert model.training and torch.equal(state, torch.get_rng_state())
+    parts = []
+    monkeypatch.setattr(train, "all_sum", lambda total, *_: parts.append(total) or total)
+    for rank in range(3):
+        train.evaluate(model, data.val, c, cpu, train.Ranks(rank, 0, 3))
+    nats, windows, stopped = sum(parts).tolist()
+    assert nats / windows == pytest.approx(wanted, abs=1e-5) and windows == len(x) and not stopped
+    assert abs(train.evaluate(model, data.val, dataclasses.replace(c, eval_tokens=64), cpu) - wanted) > 1e-4
+
+
+def test_evaluation_reports(work):
+    """Depths 1..R when asked; bits per byte; for MoR the leaky loss under its own name, with the disagreement."""
+    for variant in ("grt", "mor"):
+        run(variant, variant, eval_depths=True)
+    for variant in ("grt", "mor"):
+        entry = log(variant)[1][-1]
+        assert list(entry["val_loss_at_depth"]) == ["1", "2", "3"] and entry["val_loss_at_depth"]["3"] == entry["val_loss"]
+        data = prepare.open_dataset("mini")
+        tokens = data.meta["splits"]["val"]["tokens"] / data.meta["splits"]["val"]["text_bytes"]
+        assert entry["bits_per_byte"] == pytest.approx(entry["val_loss"] / math.log(2) * tokens)
+    assert {k for k in entry if "leaky" in k} == {"val_loss_leaky"} and entry["val_loss_leaky"] != entry["val_loss"]
+    assert 0 <= entry["routing_disagreement"] <= 1
+
+
+def everything(folder):
+    return {p: (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else None) for p in Path(folder).rglob("*")}
+
+
+def test_eval_only_writes_nothing(work, capsys):
+    """FAULTS 10: --eval_only reports the run's loss and changes no file, whatever other flags say."""
+    assert run(eval_only=True) == 2
+    error_line(capsys, "run/latest.pt", "--init_from")
+    run()
+    before = everything(work)
+    capsys.readouterr()
+    for more in ({}, dict(fresh=True), dict(max_iters=50), dict(init_from="run", out_dir="elsewhere")):
+        if "fresh" not in more:
+            assert run(eval_only=True, **more) == 0
+            assert f"val loss {log()[1][-1]['val_loss']:.4f}" in capsys.readouterr().out
+        else:
+            run(eval_only=True, **more)
+        assert everything(work) == before
+
+
+def test_fresh_moves_the_old_run_aside(work):
+    """--fresh starts over and deletes nothing; other settings in the same folder are refused; --init_from finetunes."""
+    run()
+    old = {p.name: content for p, content in everything("run").items()}
+    assert run(learning_rate=1.0) == 2
+    assert run(fresh=True, seed=5) == 0
+    assert {p.name: content for p, content in everything("run.old-1").items()} == old
+    assert not same(checkpoint()["model"], checkpoint("run.old-1")["model"])
+    assert run(fresh=True) == 0 and Path("run.old-2/latest.pt").exists()
+    assert status(train.main, ["--init_from=run", "--dataset=mini", "--tokens_per_step=128", "--batch_size=8", "--max_iters=1",
+                               "--learning_rate=1e-30", "--out_dir=tuned", "--device=cpu"]) == 0
+    for name, p in checkpoint("tuned")["model"].items():
+        assert torch.allclose(p, checkpoint()["model"][name])
+
+
+# -- the machine
+
+def test_readme_commands_parse():
+    """FAULTS 13 (nanoGPT#304, #293, #654): every train.py and sample.py command of the README has settings that exist."""
+    commands = re.findall(r"(train|sample)\.py((?: +(?:--\S+|config/\S+))*)", (HERE / "README.md").read_text())
+    assert commands
+    for program, words in commands:
+        config.load(train.TrainConfig if program == "train" else sample.SampleConfig, words.replace("`", "").split())
+
+
+def test_the_first_command_runs_as_printed(work, capsys):
+    """FAULTS 13: config/grt_tiny.py, with nothing but fewer steps, makes its own data and trains on what the machine
+    has; python sample.py then speaks without a flag."""
+    Path("data").unlink()
+    assert status(train.main, ["config/grt_tiny.py", "--max_iters=2", "--eval_tokens=256"]) == 0
+    assert leaves_a_whole_run("out/grt_tiny", step=2)
+    capsys.readouterr()
+    assert status(sample.main, ["--max_new_tokens=3"]) == 0
+    assert "grt 1+1×6+1" in capsys.readouterr().err
+
+
+def test_a_batch_that_does_not_divide(work, capsys):
+    """FAULTS 14 (nanochat#532): the error names the numbers."""
+    assert run(batch_size=7) == 2
+    error_line(capsys, "tokens_per_step=128", "batch_size=7", "block_size=16", "112")
+    assert not Path("run").exists()
+
+
+if __name__ == "__main__":      # started by torch.distributed.run
+    one_of_two_ranks()
