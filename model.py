@@ -331,6 +331,7 @@ class Looped(nn.Module):
     sampling = "fixed"          # how training draws its depth, unless told otherwise
     backprop_steps = math.inf   # the last so many steps receive gradient
     most_steps = math.inf       # the rule knows no more
+    regions = ()                # its methods that are worth compiling
 
     def __init__(self, c):
         super().__init__()
@@ -467,7 +468,7 @@ class Gated(Looped):
     first layer = [gate_state | gate_anchor], the anchor's halves applied once. Without `anchor` the core reads h + ε
     and the gate the state alone; without `gate` the proposal becomes the state; with neither and no noise this is
     Looped: the rungs of the paper's ablation ladder."""
-    sampling = "uniform"
+    sampling, regions = "uniform", ("project", "blend")
 
     def __init__(self, c):
         super().__init__(c)
@@ -732,10 +733,12 @@ class Transformer(nn.Module):
         return self.config.flops_per_token(*args, **kwargs)
 
     def compile_regions(self):
-        """Compile each block in place: every block and every step runs the same graph, whatever R, and the names of
-        the parameters stay."""
+        """Compile each block, and each elementwise part of the update rule, in place: every block and every step runs
+        the same graph, whatever R, and the names of the parameters stay."""
         for block in itertools.chain(self.prelude, self.core, self.coda):
             block.compile()
+        for name in self.rule.regions:
+            setattr(self.rule, name, torch.compile(getattr(self.rule, name)))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
