@@ -2,24 +2,36 @@
 
     python bench.py count [config ...]       parameters and operations of cells, the paper's accounting and ours
     python bench.py cells [--scale=tiny]     the paper's table: the command of every cell, the paper's value, ours
+    python bench.py train [config ...]       speed of training steps, against their bare matrix products and attention calls
+    python bench.py decode [config ...]      latency and memory of generation, likewise
+    python bench.py quality --run=out/...    what shared keys and values, and early exit, cost a trained model
+    python bench.py paper                    the paper's serving table and training speed, on a GPU
 
-Settings:
+Speeds are medians of rounds A B A B ... over all configs in one process, warm-up and compilation excluded. Settings:
 """
+import contextlib
 import dataclasses
 import functools
 import json
+import multiprocessing
+import os
+import statistics
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 
 import config
 from config import ConfigError
-from model import CheckpointError, Transformer
-from prepare import DataError
-from train import MAY_CHANGE, TrainConfig
+from model import CheckpointError, KVCache, ModelError, Transformer, from_checkpoint, load_checkpoint
+from prepare import DataError, open_dataset
+from train import (MAY_CHANGE, PEAK_FLOPS, TrainConfig, checkpoint_path, find_autocast, find_device, load_windows, low_precision,
+                   make_optimizer)
 
 SYSTEMS = ("dense", "looped", "mor", "poisson", "grt")
 LADDER = ("ladder_0_looped", "ladder_1_prelude_coda", "ladder_2_noise", "ladder_3_anchor", "ladder_4_gate")
@@ -41,6 +53,16 @@ class BenchConfig:
     scale: str = ""                            # cells: tiny, small, medium or large alone; "" is the paper's three
     tokens_per_second: Optional[float] = None  # cells: what dense_small trains at on one GPU; prices every cell in GPU-hours
     json: bool = False                         # print JSON instead of a table
+    device: str = "auto"                       # auto, cpu, cuda, cuda:1, mps
+    dtype: str = "auto"                        # auto, float32 or bfloat16; auto is bfloat16 on GPUs that have it
+    compile: Optional[bool] = None             # None compiles on CUDA
+    rounds: int = 5                            # train, decode: timed rounds
+    batch_size: int = 1                        # train, decode: sequences side by side
+    context: int = 128                         # decode: tokens of text before and after the measured ones
+    new_tokens: int = 32                       # decode: tokens timed in each round
+    kv: str = "full"                           # decode: what the cache keeps of the R steps; "all" compares the four
+    exit_kl: str = "5e-2,5e-3,5e-4,5e-5"       # quality: thresholds to try
+    run: str = ""                              # quality: the trained run
 
 
 def table(rows, titles):
@@ -95,7 +117,7 @@ def count(b, names):
         print(f"{f['cell']}: {f['layout']}")
         print(table([[part, f"{n:,}"] for part, n in f["parameters"].items() if n], ["parameters", ""]))
         print(f"{f['fewer_than_dense']:.1%} fewer than dense\n")
-        print(table([[label, f"{f[key]['forward'] / 1e6:,.1f}", f"{f[key]['forward_of_dense']:.3f}", f"{f[key]['train'] / 1e6:,.1f}",
+        print(table([[label, f"{f[key]['forward'] / 1e6:,.4g}", f"{f[key]['forward_of_dense']:.3f}", f"{f[key]['train'] / 1e6:,.4g}",
                       f"{f[key]['train_of_dense']:.3f}"] for label, key in
                      (("paper's formula", "paper"), ("and the head", "paper_head"), ("executed", "executed"), ("and the head", "executed_head"))],
                     ["MFLOP per token", "forward", "of dense", "training, expected", "of dense"]) + "\n")
@@ -103,7 +125,7 @@ def count(b, names):
                     ["budget", "G tokens", "EFLOP to train"]) + "\n")
     if not names:
         print(table([[f["cell"], f["layout"], f"{f['parameters']['total']:,}", f"{f['fewer_than_dense']:.1%}",
-                      f"{f['executed']['forward'] / 1e6:,.1f}", *(f"{f[k]['forward_of_dense']:.3f}" for k in ("paper", "paper_head", "executed", "executed_head")),
+                      f"{f['executed']['forward'] / 1e6:,.4g}", *(f"{f[k]['forward_of_dense']:.3f}" for k in ("paper", "paper_head", "executed", "executed_head")),
                       *(f"{f[k]['train_of_dense']:.3f}" for k in ("paper", "executed_head")), f"{f['runs'][1]['tokens'] / 1e9:.4g}",
                       f"{f['runs'][1]['train_flops'] / 1e18:.4g}"] for f in found],
                     ["cell", "layout", "parameters", "fewer", "MFLOP/token", "paper", "+head", "executed", "+head", "train, paper",
@@ -170,7 +192,347 @@ def cells(b, names):
         print("* trained with other settings than the cell's:\n" + "\n".join("  " + note for note in notes))
 
 
-COMMANDS = {"count": count, "cells": cells}
+# ---------------------------------------------------------------------------------------------------------------------
+# speed
+
+
+def products(model, T):
+    """The weights [O, I] that a forward pass of T tokens multiplies by, in their order and each with its number of
+    tokens, None for an attention call: the work that no implementation of the model can leave out."""
+    c, found = model.config, []
+
+    def add(weight, rows=T):
+        found.append((weight, rows))
+
+    def add_blocks(blocks, rows=T):
+        for block in blocks:
+            for weight in (block.attn.qkv.weight, None, block.attn.out.weight, block.mlp.up.weight, block.mlp.down.weight):
+                add(weight, rows)
+    linear = {name: m.weight for name, m in model.rule.named_modules() if isinstance(m, torch.nn.Linear) and m.out_features > 1}
+    add_blocks(model.prelude)
+    for name, weight in linear.items():
+        if "anchor" in name:
+            add(weight)
+    for step in range(c.recurrence):
+        for name, weight in linear.items():
+            if "anchor" not in name:
+                add(weight)
+        add_blocks(model.core, model.rule.tokens_kept(c, step, T))
+    add_blocks(model.coda)
+    add(model.wte.weight)
+    return found
+
+
+def bare(model, B, T, past=0, backward=False):
+    """A function that runs the bare products and attention calls of a step of T tokens, with `past` tokens in the cache."""
+    c, work, device, dtype = model.config, products(model, T), model.wte.weight.device, model.dtype
+    random = lambda *shape: torch.randn(shape, device=device, dtype=dtype)
+    shapes = {(w.shape, rows) for w, rows in work if w is not None}
+    x, g = ({(shape, rows): random(B * rows, shape[side]) for shape, rows in shapes} for side in (1, 0))
+    heads = lambda n: random(B, c.n_head, n, c.n_embd // c.n_head).requires_grad_(backward)
+    qkv = {rows: (heads(rows), heads(past + rows), heads(past + rows)) for w, rows in work if w is None}
+
+    def step():
+        for w, rows in work:
+            if w is None:
+                y = F.scaled_dot_product_attention(*qkv[rows], is_causal=past == 0)
+                if backward:
+                    torch.autograd.grad(y, qkv[rows], y.detach())
+                continue
+            with torch.no_grad():
+                F.linear(x[w.shape, rows], w)
+                if backward:
+                    g[w.shape, rows] @ w
+                    g[w.shape, rows].t() @ x[w.shape, rows]
+    return step
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(function, device):
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def peak_memory(work, device):
+    """Most bytes that were allocated while work() ran, counted from before it: of CUDA memory, or of this process's
+    resident memory on Linux; None elsewhere. work() returns what must stay alive."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before, kept = torch.cuda.memory_allocated(device), work()
+        return torch.cuda.max_memory_allocated(device) - before
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    read = lambda key: next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(key))
+    Path("/proc/self/clear_refs").write_text("5")          # forget the peak so far
+    before, kept = read("VmRSS"), work()
+    return read("VmHWM") - before
+
+
+def apart(function, *args):
+    """function(*args) in a fresh process: memory is measured where nothing else lives."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+def new_model(c, device, dtype):
+    """A freshly initialised model, built in its final type and place."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return Transformer(c)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def model_dtype(b, device):
+    return torch.bfloat16 if low_precision(b.dtype, device) else torch.float32
+
+
+def resolve_compile(b, device):
+    return device.type == "cuda" if b.compile is None else b.compile
+
+
+# -- train
+
+
+def train_step(c, b, device):
+    """A function that takes one optimizer step at full depth on random tokens, and its model."""
+    model = new_model(c, device, torch.float32).train()
+    if resolve_compile(b, device):
+        model.compile_regions()
+    optimizer, autocast = make_optimizer(model, c, device), find_autocast(b.dtype, device)
+    x = torch.randint(c.vocab_size, (b.batch_size, c.block_size + 1), device=device)
+
+    def step():
+        with autocast():
+            loss = model(x[:, :-1], x[:, 1:], want="none")[1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return step, model
+
+
+def train_memory(c, b, device):
+    """Peak bytes of two training steps, parameters and optimizer included."""
+    torch.mm(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device))    # thread pools and libraries are not counted
+
+    def work():
+        step, model = train_step(c, b, device)
+        step(), step()
+        return step, model
+    return peak_memory(work, device)
+
+
+def train_counted(c, B):
+    """Bytes of a float32 training step on paper: parameters, gradients and AdamW's two moments, and what autograd keeps
+    of each block and step. Per token and block 34D without recomputation: input and both norms' outputs, q, k, v,
+    attention's output, the residual in between, the MLP's hidden layer before and after GELU."""
+    weights = num_params(c)["total"] * 16
+    return weights + 4 * B * c.block_size * c.n_embd * (17 * c.executed_blocks() + 7 * c.recurrence * (c.variant == "grt"))
+
+
+def bench_train(b, names):
+    device = find_device(b.device)
+    names = names or ["dense_small", "grt_small"]
+    peak = next((f for name, f in PEAK_FLOPS.items() if device.type == "cuda" and name in torch.cuda.get_device_name(device)), None)
+    steps, rows = {}, []
+    for name in names:
+        c = cell(name)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        step, model = train_step(c, b, device)
+        with fresh_compile_cache():
+            first = timed(step, device)
+            timed(step, device)
+        steps[name] = step, bare(model, b.batch_size, c.block_size, backward=True), first, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    times = {(name, kind): [] for name in names for kind in (0, 1)}
+    for _ in range(b.rounds):
+        for name, kind in times:
+            times[name, kind].append(timed(steps[name][kind], device))
+    for name in names:
+        c, (seconds, floor) = cell(name), (statistics.median(times[name, kind]) for kind in (0, 1))
+        tokens = b.batch_size * c.block_size
+        flops = 3 * tokens * c.flops_per_token()
+        rows.append({"cell": name, "tokens/s": tokens / seconds, "GFLOP/s": flops / seconds / 1e9, "floor GFLOP/s": flops / floor / 1e9,
+                     "of floor": floor / seconds, "first s": steps[name][2], "graphs": steps[name][3],
+                     "MFU": flops / seconds / peak if peak else None, "peak MB": (apart(train_memory, c, b, device) or 0) / 1e6,
+                     "counted MB": train_counted(c, b.batch_size) / 1e6})
+    for row in rows:
+        row["of first"] = row["GFLOP/s"] / rows[0]["GFLOP/s"]
+    show(b, rows, f"Training at full depth on {describe(device)}, {b.batch_size} × block_size tokens a step, AdamW included"
+         f"{', compiled' if resolve_compile(b, device) else ''}. floor: the step's bare matrix products and attention calls.")
+
+
+@contextlib.contextmanager
+def fresh_compile_cache():
+    """Compile from nothing in here: no graph that an earlier run left on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+            if before is not None:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+# -- decode
+
+
+def decoder(c, b, device, kv):
+    """A model with `context` tokens in its cache, and a function that decodes one token more (or the last again, once
+    the cache is full): the cost of a token at that length of text."""
+    model = new_model(c, device, model_dtype(b, device)).eval()
+    cache = KVCache(c, b.batch_size, b.context + b.new_tokens, None, device, model.dtype, kv)
+    prompt = torch.randint(c.vocab_size, (b.batch_size, b.context), device=device)
+    decode = model.decode
+    if resolve_compile(b, device):
+        decode = torch.compile(decode, fullgraph=True, mode="reduce-overhead" if device.type == "cuda" else None)
+
+    @torch.inference_mode()
+    def prefill():
+        cache.reset()
+        model(prompt, cache=cache, want="last")
+        if resolve_compile(b, device):
+            cache.freeze()
+
+    @torch.inference_mode()
+    def step():
+        decode(prompt[:, :1].clone(), cache)
+    return model, cache, prefill, step
+
+
+def decode_memory(c, b, device, kv):
+    """Peak bytes of a prompt and a few tokens more, weights and cache included."""
+    torch.mm(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device))
+
+    def work():
+        model, cache, prefill, step = decoder(c, b, device, kv)
+        prefill()
+        for _ in range(3):
+            step()
+        return model, cache
+    return peak_memory(work, device)
+
+
+def bench_decode(b, names):
+    device = find_device(b.device)
+    names = names or ["dense_small", "grt_small"]
+    what = [(name, kv) for name in names for kv in (KVCache.SHARING if b.kv == "all" and cell(name).recurrence > 1 else
+                                                    ["full" if b.kv == "all" or cell(name).recurrence == 1 else b.kv])]
+    parts, rows = {}, []
+    for name, kv in what:
+        model, cache, prefill, step = decoder(cell(name), b, device, kv)
+        parts[name, kv] = model, cache, prefill, step, bare(model, b.batch_size, 1, b.context)
+        prefill()
+        first = timed(step, device)
+        for _ in range(3):
+            step()
+        rows.append({"cell": name, "kv": kv, "first s": first})
+    prefills, times, floors = ({key: [] for key in what} for _ in range(3))
+    for _ in range(b.rounds):
+        for key in what:
+            model, cache, prefill, step, floor = parts[key]
+            prefills[key].append(timed(prefill, device))
+            times[key] += [timed(step, device) for _ in range(b.new_tokens)]
+            floors[key] += [timed(floor, device) for _ in range(b.new_tokens)]
+    for row, key in zip(rows, what):
+        model, cache = parts[key][:2]
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        per_token = cache.num_bytes() / cache.size
+        ms, floor = (1e3 * statistics.median(t[key]) for t in (times, floors))
+        row |= {"ms/token": ms, "p95": 1e3 * statistics.quantiles(times[key], n=20)[-1], "of first": ms / rows[0].get("ms/token", ms),
+                "floor ms": floor, "of floor": ms / floor, "prefill tokens/s": b.batch_size * b.context / statistics.median(prefills[key]),
+                "weights MB": weights / 1e6, "cache MB": cache.num_bytes() / 1e6, "counted MB": (weights + cache.num_bytes()) / 1e6}
+    parts.clear()
+    for row, key in zip(rows, what):
+        row["peak MB"] = (apart(decode_memory, cell(key[0]), b, device, key[1]) or 0) / 1e6
+        row["rest MB"] = row["peak MB"] - row["counted MB"]
+    show(b, rows, f"Decoding on {describe(device)}, {str(model_dtype(b, device))[6:]}, batch {b.batch_size}, after {b.context} tokens"
+         f"{', compiled' if resolve_compile(b, device) else ''}. floor: the step's bare matrix products and attention calls; "
+         "counted: weights and cache.")
+
+
+def show(b, rows, title):
+    """Rows of numbers as a table with its conditions, or as JSON."""
+    if b.json:
+        return print(json.dumps({"title": title, "rows": rows}, indent=1))
+    style = lambda x: "" if x is None else x if isinstance(x, str) else f"{x:,.0f}" if abs(x) >= 1000 or x == int(x) else f"{x:.4g}" if abs(x) >= 10 else f"{x:.3f}"
+    print(table([[style(v) for v in row.values()] for row in rows], list(rows[0])))
+    print("\n" + title)
+
+
+def describe(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+
+
+# -- quality
+
+
+@torch.inference_mode()
+def bench_quality(b, names):
+    """Teacher forcing, one token at a time over validation windows: every token reads what the cache kept of the ones
+    before it. Loss, how often the likeliest token is the one that the full cache gives, and the steps a token took."""
+    if not b.run:
+        raise ConfigError("quality needs a trained run: --run=out/grt_tiny")
+    device = find_device(b.device)
+    saved = load_checkpoint(checkpoint_path(b.run), device)
+    model, dataset = from_checkpoint(saved).eval(), open_dataset(saved["settings"]["dataset"])
+    T = model.config.block_size
+    rows = min(64, dataset.val.windows(T))
+    x, y = load_windows(dataset.val, [i * (dataset.val.windows(T) // rows) * T for i in range(rows)], T, device)
+
+    def measure(kv="full", recurrence=None, exit_kl=None):
+        cache = KVCache(model.config, rows, T, recurrence, device, model.dtype, kv)
+        loss, best, steps = 0.0, [], 0.0
+        for t in range(T):
+            if exit_kl is not None and t:
+                logits, depth = model.exit_early(x[:, t:t + 1], cache, exit_kl)
+                steps += depth.float().mean().item() / (T - 1)
+            else:
+                logits = model.decode(x[:, t:t + 1], cache)
+            loss += F.cross_entropy(logits[:, 0].float(), y[:, t]).item() / T
+            best.append(logits[:, 0].argmax(dim=-1))
+        return loss, torch.stack(best), steps if exit_kl is not None else cache.recurrence
+
+    full, found = measure(), []
+    tries = [({"kv": kv}, f"kv={kv}") for kv in KVCache.SHARING] if model.config.variant != "mor" else [({}, "kv=full")]
+    tries += [({"recurrence": r}, f"recurrence={r}") for r in range(1, model.config.recurrence)]
+    tries += [({"exit_kl": float(t)}, f"exit_kl={t}") for t in b.exit_kl.split(",")] if model.config.variant != "mor" else []
+    for how, label in tries:
+        loss, best, steps = measure(**how)
+        found.append({"how": label, "loss": round(loss, 4), "change": round(loss - full[0], 4),
+                      "same token": (best == full[1]).float().mean().item(), "steps": steps})
+    show(b, found, f"{b.run}: {rows} validation windows of {T} tokens, one token at a time. "
+         "same token: the likeliest next token is the full cache's.")
+
+
+def bench_paper(b, names):
+    """The paper's serving table (large, compiled, batch 1, bf16: 3.33 ms a token dense, 3.67 GRT; 1,570 MB and 639 MB)
+    and the training speed of small and large."""
+    device = find_device(b.device)
+    if device.type != "cuda":
+        raise ConfigError(f"the paper's table is a GPU's; on {device.type} use: python bench.py decode dense_large grt_large --dtype=bfloat16")
+    for context in (128, 896):
+        bench_decode(dataclasses.replace(b, context=context, new_tokens=64, kv="all"), ["dense_large", "grt_large"])
+    bench_train(dataclasses.replace(b, batch_size=8), ["dense_small", "grt_small", "dense_large", "grt_large"])
+
+
+COMMANDS = {"count": count, "cells": cells, "train": bench_train, "decode": bench_decode, "quality": bench_quality, "paper": bench_paper}
 
 
 def main(argv=None):
@@ -183,7 +545,7 @@ def main(argv=None):
             raise ConfigError(f"bench.py {argv[0]}: no such command; there are {', '.join(COMMANDS)}")
         flags, names = [a for a in argv[1:] if a.startswith("-")], [a for a in argv[1:] if not a.startswith("-")]
         COMMANDS[argv[0]](config.load(BenchConfig, flags, __doc__), [config.find(name).stem for name in names])
-    except (ConfigError, DataError, CheckpointError) as error:
+    except (ConfigError, DataError, CheckpointError, ModelError) as error:
         config.fail(error)
 
 

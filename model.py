@@ -46,14 +46,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a model is
 
 
+class ModelError(ValueError):
+    """Something asked of a model that it cannot be or do: one line."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model. Raises ValueError naming field, value and rule where something contradicts itself."""
+    """The shape of a model. Raises ModelError naming field, value and rule where something contradicts itself."""
     variant: str = "grt"       # update rule: dense, looped, poisson, mor or grt
     n_prelude: int = 1         # blocks run once, before the core (dense: all of them)
     n_core: int = 1            # shared blocks, run `recurrence` times (dense: 0)
@@ -75,7 +80,7 @@ class ModelConfig:
     def __post_init__(self):
         def need(truth, text):
             if not truth:
-                raise ValueError(text)
+                raise ModelError(text)
 
         need(self.variant in RULES, f"variant={self.variant}: must be one of {', '.join(RULES)}")
         for name in ("recurrence", "n_embd", "n_head", "block_size", "vocab_size"):
@@ -117,7 +122,7 @@ class ModelConfig:
         Attention is counted over all T² pairs in both. Lookups, norms and elementwise work are not counted.
         """
         if accounting not in ("executed", "paper"):
-            raise ValueError(f"accounting={accounting}: must be executed or paper")
+            raise ModelError(f"accounting={accounting}: must be executed or paper")
         rule, D, T = RULES[self.variant], self.n_embd, tokens or self.block_size
         depth = self.recurrence if recurrence is None else recurrence
         total = (self.n_prelude + self.n_coda) * (24 * D**2 + 4 * T * D)
@@ -163,7 +168,7 @@ class Attention(nn.Module):
         if slot is not None:
             k, v, mask = slot.append(k, v, keep)
         elif keep is not None:
-            mask = causal_mask(0, T, x.device, keep)
+            mask = causal_mask(torch.arange(T, device=x.device), T, keep)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
                                            is_causal=mask is None and T > 1)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
@@ -198,58 +203,117 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
+def run(blocks, slots, x, keep=None):
+    """x [B, T, D] through blocks, each with the next slot of the cache."""
+    for block in blocks:
+        x = block(x, next(slots), keep)
+    return x
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The cache
 
 
-def causal_mask(start, end, device, kept=None):
-    """True where a query at position start..end-1 may look among positions 0..end-1: [end-start, end]. With kept
-    [B, end] only at kept tokens and itself: [B, 1, end-start, end]."""
-    i, j = torch.arange(start, end, device=device)[:, None], torch.arange(end, device=device)
+def causal_mask(positions, end, kept=None):
+    """True where queries at these positions [T] may look among positions 0..end-1: [T, end]. With kept [B, end] only
+    at kept tokens and themselves: [B, 1, T, end]."""
+    i, j = positions[:, None], torch.arange(end, device=positions.device)
     return j <= i if kept is None else (j <= i) & kept[:, None, None, :] | (j == i)
 
 
 class Slot(NamedTuple):
-    """One executed block's part of the cache during one forward pass."""
+    """One executed block's part of the cache during one forward pass over T new tokens."""
     keys: Tensor               # [B, H, S, D/H], written in place
     values: Tensor             # [B, H, S, D/H]
+    weight: float              # of the new keys against those that earlier steps left: 1 replaces, 0 leaves
     kept: Optional[Tensor]     # [B, S] the tokens a router kept at this step (mor)
-    mask: Optional[Tensor]     # [T, start+T] what the new tokens may see; None: a plain causal pass, or one token
-    start: int                 # the position of the first new token
+    where: object              # the new positions: a slice, or a tensor that a compiled step reads
+    mask: Optional[Tensor]     # [T, S] or [T, end] what the new tokens may see; None: all, causally
 
     def append(self, k, v, keep):
-        """Store the new tokens' k, v [B, H, T, D/H]; return those of the whole text, and the mask."""
-        end = self.start + k.shape[2]
-        self.keys[:, :, self.start:end] = k
-        self.values[:, :, self.start:end] = v
+        """Store the new tokens' k, v [B, H, T, D/H]; return keys, values and mask for their attention."""
+        static = isinstance(self.where, Tensor)
+        for buffer, new in (self.keys, k), (self.values, v):
+            if self.weight == 1:
+                buffer[:, :, self.where] = new
+            elif self.weight:
+                buffer[:, :, self.where] = torch.lerp(buffer[:, :, self.where], new, self.weight)
         mask = self.mask
         if keep is not None:
-            self.kept[:, self.start:end] = keep
-            mask = causal_mask(self.start, end, k.device, self.kept[:, :end])
+            self.kept[:, self.where] = keep
+            pos = self.where if static else torch.arange(self.where.start, self.where.stop, device=k.device)
+            end = self.kept.shape[1] if static else self.where.stop
+            mask = causal_mask(pos, end, self.kept[:, :end])
+        if not static and self.where.start == 0:       # a prompt sees itself as in training, whatever the cache keeps
+            return k, v, mask
+        end = None if static else self.where.stop
         return self.keys[:, :, :end], self.values[:, :, :end], mask
 
 
 class KVCache:
-    """Keys and values of the text so far in static buffers, one slot per executed block: step r of core block i has a
-    slot of its own, as its keys differ from those of every other step. `length` is the number of tokens held."""
+    """Keys and values of the text so far, in static buffers of S = `size` positions; `length` tokens are held.
 
-    def __init__(self, config, batch_size, length=None, recurrence=None, device=None, dtype=None):
-        c, self.recurrence = config, recurrence or config.recurrence
-        self.size, self.length = length or c.block_size, 0
-        shape = (c.executed_blocks(self.recurrence), batch_size, c.n_head, self.size, c.n_embd // c.n_head)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros_like(self.keys)
-        self.kept = torch.zeros(shape[0], batch_size, self.size, device=device, dtype=torch.bool) if c.variant == "mor" else None
+    Step r of core block i has keys unlike those of every other step, so `sharing` says what R steps leave behind:
+        full     all of it, one slot per executed block: exact
+        mean     one slot a block, the mean over the steps so far
+        first    one slot a block, written by the first step
+        last     one slot a block, overwritten by every step
+    All but full are approximations: a new token reads older tokens' shared keys; a prompt is read exactly.
 
-    def slots(self, T):
-        """The slots for T new tokens, in the order in which blocks run."""
-        start, end = self.length, self.length + T
-        if end > self.size:
-            raise ValueError(f"the cache holds {self.size} tokens; {start} + {T} do not fit")
-        mask = None if start == 0 or T == 1 else causal_mask(start, end, self.keys.device)
-        self.length = end
-        return (Slot(k, v, None if self.kept is None else self.kept[i], mask, start)
-                for i, (k, v) in enumerate(zip(self.keys, self.values)))
+    A forward pass takes its slots from `open`. It reads buffers up to the last token, whose position is a Python number.
+    After `freeze` it reads all S positions under a mask and finds its position in the tensor `position`: the same graph
+    for every token, which a compiled decoding step needs.
+    """
+    SHARING = ("full", "mean", "first", "last")
+
+    def __init__(self, config, batch_size, size=None, recurrence=None, device=None, dtype=None, sharing="full"):
+        c, self.length, self.size, self.position, self.frozen = config, 0, size or config.block_size, None, None
+        self.recurrence = config.recurrence if recurrence is None else recurrence
+        if self.size > c.block_size:
+            raise ModelError(f"size={self.size}: the model has positions for block_size={c.block_size} tokens")
+        if sharing not in self.SHARING:
+            raise ModelError(f"kv={sharing}: must be one of {', '.join(self.SHARING)}")
+        if c.variant == "mor" and sharing != "full":
+            raise ModelError(f"kv={sharing}: a mor model's steps hold different tokens; only full is possible")
+        # the map: for every executed block, in order, its slot and the weight of what it writes
+        step = {"full": lambda r, i: (r * c.n_core + i, 1.0), "mean": lambda r, i: (i, 1 / (r + 1)),
+                "first": lambda r, i: (i, float(r == 0)), "last": lambda r, i: (i, 1.0)}[sharing]
+        core = [step(r, i) for r in range(self.recurrence) for i in range(c.n_core)]
+        n_core = 1 + max((slot for slot, _ in core), default=-1)
+        self.map = [(i, 1.0) for i in range(c.n_prelude)] + [(c.n_prelude + slot, weight) for slot, weight in core]
+        self.map += [(c.n_prelude + n_core + i, 1.0) for i in range(c.n_coda)]
+        shape = (c.n_prelude + n_core + c.n_coda, batch_size, c.n_head, self.size, c.n_embd // c.n_head)
+        self.keys, self.values = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
+        self.kept = torch.zeros(len(self.keys), batch_size, self.size, device=device, dtype=torch.bool) if c.variant == "mor" else None
+
+    def open(self, T):
+        """Positions [T] of T new tokens, and a slot for each block in the order in which blocks run."""
+        if self.position is not None:
+            where = positions = self.position
+            mask = causal_mask(positions, self.size)
+        else:
+            start, end = self.length, self.length + T
+            if end > self.size:
+                raise ModelError(f"the cache holds {self.size} tokens; {start} + {T} do not fit")
+            positions, where, self.length = torch.arange(start, end, device=self.keys.device), slice(start, end), end
+            mask = None if start == 0 or T == 1 else causal_mask(positions, end)
+        return positions, (Slot(self.keys[i], self.values[i], weight, None if self.kept is None else self.kept[i], where, mask)
+                           for i, weight in self.map)
+
+    def reset(self):
+        """Forget the text."""
+        self.length, self.position = 0, None
+
+    def freeze(self):
+        """From here on one token a pass, at `position`, which `Transformer.decode` advances."""
+        if self.frozen is None:
+            self.frozen = torch.zeros(1, dtype=torch.long, device=self.keys.device)
+            for buffer in (self.keys, self.values, self.frozen):
+                torch._dynamo.mark_static_address(buffer)  # CUDA graphs may write to it
+        self.position = self.frozen.fill_(self.length)
+
+    def num_bytes(self):
+        return sum(b.numel() * b.element_size() for b in (self.keys, self.values, self.kept) if b is not None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,6 +331,7 @@ class Looped(nn.Module):
     sampling = "fixed"          # how training draws its depth, unless told otherwise
     backprop_steps = math.inf   # the last so many steps receive gradient
     most_steps = math.inf       # the rule knows no more
+    regions = ()                # its methods that are worth compiling
 
     def __init__(self, c):
         super().__init__()
@@ -403,7 +468,7 @@ class Gated(Looped):
     first layer = [gate_state | gate_anchor], the anchor's halves applied once. Without `anchor` the core reads h + ε
     and the gate the state alone; without `gate` the proposal becomes the state; with neither and no noise this is
     Looped: the rungs of the paper's ablation ladder."""
-    sampling = "uniform"
+    sampling, regions = "uniform", ("project", "blend")
 
     def __init__(self, c):
         super().__init__(c)
@@ -504,6 +569,7 @@ class Transformer(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
+        self.recompute = False                            # training: keep each core step's input alone, run it again backward
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)   # the head's weights too
         self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.drop = nn.Dropout(c.dropout)
@@ -529,25 +595,21 @@ class Transformer(nn.Module):
         """
         depth = self.depth(recurrence)
         if cache is not None and cache.recurrence != depth:
-            raise ValueError(f"the cache was made for {cache.recurrence} steps, not {depth}")
-        first = 0 if cache is None else cache.length
-        if first + idx.shape[1] > self.config.block_size:
-            raise ValueError(f"{first + idx.shape[1]} tokens do not fit block_size={self.config.block_size}")
-        slots = itertools.repeat(None) if cache is None else cache.slots(idx.shape[1])
+            raise ModelError(f"the cache was made for {cache.recurrence} steps, not {depth}")
+        if idx.shape[1] > self.config.block_size:
+            raise ModelError(f"{idx.shape[1]} tokens do not fit block_size={self.config.block_size}")
+        positions, slots = torch.arange(idx.shape[1], device=idx.device), itertools.repeat(None)
+        if cache is not None:
+            positions, slots = cache.open(idx.shape[1])
 
-        def run(blocks, x, keep=None):
-            for block in blocks:
-                x = block(x, next(slots), keep)
-            return x
-
-        positions = torch.arange(first, first + idx.shape[1], device=idx.device)
-        a = run(self.prelude, self.drop(self.wte(idx) + self.wpe(positions)))     # [B, T, D]
-        core = functools.partial(run, self.core)
+        a = run(self.prelude, slots, self.drop(self.wte(idx) + self.wpe(positions)))     # [B, T, D]
+        core = functools.partial(run, self.core, slots)
+        step = functools.partial(checkpoint, self.rule.step, use_reentrant=False) if self.recompute and self.training else self.rule.step
         h, shared = self.rule.start(a)
         for r in range(depth):
             with contextlib.nullcontext() if r >= depth - self.rule.backprop_steps else torch.no_grad():
-                h, shared = self.rule.step(h, shared, r, core)
-        x = self.norm(run(self.coda, h))
+                h, shared = step(h, shared, r, core)
+        x = self.norm(run(self.coda, slots, h))
 
         logits = None if want == "none" else F.linear(x[:, -1:] if want == "last" else x, self.wte.weight)
         if targets is None:
@@ -559,44 +621,94 @@ class Transformer(nn.Module):
         return logits, loss + self.rule.penalty(shared) if self.training else loss
 
     def depth(self, recurrence=None):
-        """The core steps that `recurrence` asks for, R if None. Raises ValueError where the model cannot run them."""
+        """The core steps that `recurrence` asks for, R if None. Raises ModelError where the model cannot run them."""
         depth = self.config.recurrence if recurrence is None else recurrence
         if not 0 <= depth <= self.rule.most_steps:
-            raise ValueError(f"recurrence={depth}: this {self.config.variant} model runs 0 to {self.rule.most_steps} core steps")
+            raise ModelError(f"recurrence={depth}: this {self.config.variant} model runs 0 to {self.rule.most_steps} core steps")
         return depth
 
     # -- generation
 
     @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, recurrence=None, n_vocab=None, seed=0, cached=True):
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, recurrence=None, n_vocab=None, seed=0, cached=True,
+               kv="full", exit_kl=None, compile=False, depths=None):
         """Continue idx [B, T], T >= 1, by yielding one new token a row at a time, [B], max_new_tokens times.
 
         temperature: 0 takes the likeliest token. top_k: draw among the k likeliest. n_vocab: ids from here on are never
         drawn (the padding of the vocabulary). cached: False computes every step from scratch, to the same result.
+        kv: what the cache keeps of the R steps (KVCache). exit_kl: let each new token stop looping as `exit_early` says;
+        `depths`, a list, gets the steps each took, [B] a token. compile: run every new token through one compiled graph.
         Positions are learned, so a text longer than block_size cannot slide by one token: when the window is full, its
         last half becomes the new context and is read again from position 0.
         """
-        c = self.config
-        depth = self.depth(recurrence)
+        c, depth = self.config, self.depth(recurrence)
         if idx.dim() != 2 or idx.shape[1] == 0:
-            raise ValueError(f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
-        training = self.training
+            raise ModelError(f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
+        if exit_kl is not None and (not cached or compile or kv != "full" or c.variant == "mor"):
+            raise ModelError("exit_kl needs the full cache, an uncompiled step, and a model whose steps hold all tokens")
+        training, decode = self.training, self.decode
+        if compile:
+            decode = torch.compile(decode, fullgraph=True, mode="reduce-overhead" if idx.is_cuda else None)
         self.eval()
         try:
             generator = torch.Generator(idx.device).manual_seed(seed)
-            context, cache = idx[:, -c.block_size:], None                  # what the model sees next
+            cache = KVCache(c, len(idx), None, depth, idx.device, self.dtype, kv) if cached else None
+            context, read = idx[:, -c.block_size:], 0                      # what the model may see, and has seen
             for _ in range(max_new_tokens):
                 if context.shape[1] > c.block_size:
-                    context, cache = context[:, -(c.block_size // 2 or 1):], None
-                if cached and cache is None:
-                    cache = KVCache(c, len(idx), c.block_size, depth, idx.device, self.dtype)
-                unseen = context[:, cache.length:] if cached else context
-                logits = self(unseen, recurrence=depth, cache=cache, want="last")[0][:, -1]
-                token = choose(logits[:, :n_vocab].float(), temperature, top_k, generator)
+                    context, read = context[:, -(c.block_size // 2 or 1):], 0
+                if not cached:
+                    logits = self(context, recurrence=depth, want="last")[0]
+                elif read == 0:
+                    cache.reset()
+                    logits = self(context, recurrence=depth, cache=cache, want="last")[0]
+                    if compile:
+                        cache.freeze()
+                elif exit_kl is not None:
+                    logits, steps = self.exit_early(context[:, -1:], cache, exit_kl)
+                    if depths is not None:
+                        depths.append(steps)
+                else:
+                    logits = decode(context[:, -1:].clone(), cache)
+                read = context.shape[1]
+                token = choose(logits[:, -1, :n_vocab].float(), temperature, top_k, generator)
                 context = torch.cat((context, token[:, None]), dim=1)
                 yield token
         finally:
             self.train(training)
+
+    def decode(self, token, cache):
+        """Logits [B, 1, V] after one more token [B, 1] on top of those in the cache."""
+        logits = self(token, recurrence=cache.recurrence, cache=cache, want="last")[0]
+        if cache.position is not None:
+            cache.position += 1
+        return logits
+
+    def exit_early(self, token, cache, exit_kl):
+        """As `decode`, but a row stops looping when KL(p_r || p_{r-1}) < exit_kl, p_r the next token's distribution
+        after step r: (logits [B, 1, V], steps run [B]). The coda runs after every step for the test; a step that is
+        skipped stores the keys and values of the last one that ran (Geiping et al. 2025, section 6.1)."""
+        c, (positions, slots) = self.config, cache.open(1)
+        slots, first = list(slots), c.n_prelude
+        coda = slots[first + cache.recurrence * c.n_core:]
+        h, shared = self.rule.start(run(self.prelude, iter(slots[:first]), self.wte(token) + self.wpe(positions)))
+        active, steps, before = torch.ones(len(token), dtype=torch.bool, device=token.device), 0, None
+        for r in range(cache.recurrence):
+            here = slots[first + r * c.n_core:first + (r + 1) * c.n_core]
+            if active.any():
+                new, shared = self.rule.step(h, shared, r, functools.partial(run, self.core, iter(here)))
+                h, steps = torch.where(active[:, None, None], new, h), steps + active.long()
+            if r > 0:
+                for slot, last in zip(here, slots[first + (r - 1) * c.n_core:]):
+                    for mine, theirs in (slot.keys, last.keys), (slot.values, last.values):
+                        mine[~active, :, slot.where] = theirs[~active, :, slot.where]
+            if active.any():
+                logits = F.linear(self.norm(run(self.coda, iter(coda), h)), self.wte.weight)
+                p = F.log_softmax(logits[:, 0].float(), dim=-1)
+                if before is not None:
+                    active = active & ((p.exp() * (p - before)).sum(dim=-1).clamp(min=0) >= exit_kl)
+                before = p
+        return logits, steps
 
     def generate(self, idx, max_new_tokens, **how):
         """idx [B, T] and its continuation, [B, T + max_new_tokens]; keywords as in `stream`."""
@@ -621,10 +733,12 @@ class Transformer(nn.Module):
         return self.config.flops_per_token(*args, **kwargs)
 
     def compile_regions(self):
-        """Compile each block in place: every block and every step runs the same graph, whatever R, and the names of
-        the parameters stay."""
+        """Compile each block, and each elementwise part of the update rule, in place: every block and every step runs
+        the same graph, whatever R, and the names of the parameters stay."""
         for block in itertools.chain(self.prelude, self.core, self.coda):
             block.compile()
+        for name in self.rule.regions:
+            setattr(self.rule, name, torch.compile(getattr(self.rule, name)))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

@@ -17,9 +17,9 @@ import torch
 
 import config
 from config import ConfigError
-from model import CheckpointError, from_checkpoint, load_checkpoint
+from model import CheckpointError, ModelError, from_checkpoint, load_checkpoint
 from prepare import DataError, get_tokenizer
-from train import checkpoint_path, find_autocast, find_device
+from train import checkpoint_path, find_device, low_precision
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,12 @@ class SampleConfig:
     temperature: float = 0.8             # 0 takes the likeliest token each time
     top_k: Optional[int] = 200           # draw among the k likeliest tokens; None among all
     recurrence: Optional[int] = None     # core steps; None is the model's own R
+    kv: str = "full"                     # what the cache keeps of the R steps: full, mean, first or last
+    exit_kl: Optional[float] = None      # stop looping when the KL between successive depths is below this, 5e-4 say
     seed: int = 1337                     # the same seed, the same text
     device: str = "auto"                 # auto, cpu, cuda, cuda:1, mps
     dtype: str = "auto"                  # auto, float32 or bfloat16; auto is bfloat16 on GPUs that have it
+    compile: bool = False                # generate through one compiled graph: slow to start, then fast on a GPU
 
     def __post_init__(self):
         for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("temperature", 0), ("top_k", 1), ("recurrence", 1)):
@@ -71,43 +74,43 @@ def sample(c):
     device = find_device(c.device)
     checkpoint = load_checkpoint(path, device)
     tokenizer = get_tokenizer(checkpoint["tokenizer"])
-    model = from_checkpoint(checkpoint).eval()
-    try:
-        recurrence = model.depth(c.recurrence)
-    except ValueError as error:
-        raise ConfigError(error) from None
-    prompt = tokenizer.encode_ordinary(read_prompt(c)) or [tokenizer.eot_token]
-    idx = torch.tensor(prompt, device=device).repeat(c.num_samples, 1)
+    model = from_checkpoint(checkpoint)
+    if low_precision(c.dtype, device):
+        model.bfloat16()
+    recurrence = model.depth(c.recurrence)
+    prompt = read_prompt(c)
+    idx = torch.tensor(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token], device=device).repeat(c.num_samples, 1)
     print(f"{path}: {model.config.variant} {model.config.layout}, step {checkpoint['step']}"
           + (f", {recurrence} core steps" if recurrence != model.config.recurrence else ""), file=sys.stderr)
 
-    texts = [bytearray() for _ in range(c.num_samples)]
-    ended = [False] * c.num_samples
+    texts, ended, depths = [bytearray() for _ in range(c.num_samples)], [False] * c.num_samples, []
     decoder = codecs.getincrementaldecoder("utf-8")("replace")          # a character may come in several tokens
     show = lambda data, final=False: print(decoder.decode(data, final), end="", flush=True)
-    show(read_prompt(c).encode())
-    with find_autocast(c.dtype, device)():
-        for tokens in model.stream(idx, c.max_new_tokens, c.temperature, c.top_k, recurrence, tokenizer.n_vocab, c.seed):
-            for i, token in enumerate(tokens.tolist()):
-                ended[i] = ended[i] or token == tokenizer.eot_token
-                if not ended[i]:
-                    data = tokenizer.decode_single_token_bytes(token)
-                    texts[i] += data
-                    if i == 0:
-                        show(data)
-            if all(ended):
-                break
+    show(prompt.encode())
+    for tokens in model.stream(idx, c.max_new_tokens, c.temperature, c.top_k, recurrence, tokenizer.n_vocab, c.seed,
+                               kv=c.kv, exit_kl=c.exit_kl, compile=c.compile, depths=depths):
+        for i, token in enumerate(tokens.tolist()):
+            ended[i] = ended[i] or token == tokenizer.eot_token
+            if not ended[i]:
+                data = tokenizer.decode_single_token_bytes(token)
+                texts[i] += data
+                if i == 0:
+                    show(data)
+        if all(ended):
+            break
     show(b"", final=True)
     print()
     for text in texts[1:]:
         print("-" * 40)
-        print(read_prompt(c) + text.decode("utf-8", "replace"))
+        print(prompt + text.decode("utf-8", "replace"))
+    if depths:
+        print(f"core steps a token: {torch.stack(depths).float().mean():.2f} of {recurrence}", file=sys.stderr)
 
 
 def main(argv=None):
     try:
         sample(config.load(SampleConfig, sys.argv[1:] if argv is None else argv, __doc__))
-    except (ConfigError, DataError, CheckpointError) as error:
+    except (ConfigError, DataError, CheckpointError, ModelError) as error:
         config.fail(error)
     except BrokenPipeError:               # python sample.py | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

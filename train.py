@@ -70,6 +70,7 @@ class TrainConfig(ModelConfig):
     device: str = "auto"                  # auto, cpu, cuda, cuda:1, mps
     dtype: str = "auto"                   # auto, float32 or bfloat16 (autocast); auto is bfloat16 on GPUs that have it
     compile: Optional[bool] = None        # compile the blocks; None compiles on CUDA
+    recompute: bool = False               # keep each core step's input alone and run the step again backward: less memory
 
     def __post_init__(self):
         super().__post_init__()
@@ -113,7 +114,7 @@ class TrainConfig(ModelConfig):
 
 # what a continued run may change without becoming another run
 MAY_CHANGE = {"out_dir", "cell", "init_from", "fresh", "reference", "batch_size", "max_iters", "eval_interval", "eval_tokens",
-              "eval_depths", "eval_only", "log_interval", "logger", "device", "dtype", "compile"}
+              "eval_depths", "eval_only", "log_interval", "logger", "device", "dtype", "compile", "recompute"}
 
 # bf16 matrix operations per second without sparsity, from NVIDIA's data sheets
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12}
@@ -148,9 +149,14 @@ def find_device(name, local=0):
     return device
 
 
+def low_precision(dtype, device):
+    """Whether a `dtype` setting means bfloat16 on this device."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) if dtype == "auto" else dtype == "bfloat16"
+
+
 def find_autocast(dtype, device):
     """A function that opens the autocast context of a `dtype` setting."""
-    low = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) if dtype == "auto" else dtype == "bfloat16"
+    low = low_precision(dtype, device)
     return lambda: torch.autocast(device.type, torch.bfloat16) if low else contextlib.nullcontext()
 
 
@@ -367,6 +373,7 @@ def train(c, should_stop=lambda: False):
             model.load_state_dict(saved["model"])
         except RuntimeError as error:
             raise ConfigError(f"the checkpoint's model has another shape: {str(error).splitlines()[1].strip()}") from None
+    model.recompute = c.recompute
     compile = device.type == "cuda" if c.compile is None else c.compile
     if compile:
         model.compile_regions()
