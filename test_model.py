@@ -687,14 +687,16 @@ needs_compiler = pytest.mark.skipif(not any(map(shutil.which, (os.environ.get("C
 @contextlib.contextmanager
 def watched_compiler(monkeypatch, backend=None):
     """Compile from scratch, every fall-back to eager an error; yields a function that counts the graphs so far."""
+    counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    counters.clear()
     if backend:
-        real = nn.Module.compile
-        monkeypatch.setattr(nn.Module, "compile", lambda module, **more: real(module, backend=backend, **more))
-    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert not torch._dynamo.utils.counters["graph_break"]
+        for owner, name in ((nn.Module, "compile"), (torch, "compile")):
+            real = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda what, real=real, **more: real(what, **more | {"backend": backend, "mode": None}))
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield lambda: counters["stats"]["unique_graphs"]
+    assert not counters["graph_break"]
     torch._dynamo.reset()
 
 
@@ -702,26 +704,23 @@ def watched_compiler(monkeypatch, backend=None):
 def test_graphs_do_not_grow_with_depth(variant, monkeypatch):
     """FAULTS 4 (pytorch#167504): R = 1..12, training, evaluation and cached generation: a few graphs, none after R = 3,
     no recompile limit met, no graph break, and the results of the uncompiled model."""
-    for R in range(1, 13):
-        if R == 1:
-            context = watched_compiler(monkeypatch, "eager")
-            graphs = context.__enter__()
-        c = tiny(variant, recurrence=1 if variant == "dense" else R)
-        plain, compiled = make(c, dtype=torch.float32), make(c, dtype=torch.float32)
-        compiled.compile_regions()
-        for training in (True, False):
-            results = []
-            for model in (plain, compiled):
-                torch.manual_seed(R)
-                results.append(model.train(training)(text(c), text(c, seed=1))[1])
-                if training:
-                    results[-1].backward()
-            assert results[0].item() == pytest.approx(results[1].item(), abs=1e-5)
-        assert torch.equal(*(m.generate(text(c, T=5), 5, temperature=0) for m in (plain, compiled)))
-        if R == 3:
-            few = graphs()
-    context.__exit__(None, None, None)
-    assert 1 <= few == graphs() <= 12
+    with watched_compiler(monkeypatch, "eager") as graphs:
+        for R in range(1, 13):
+            c = tiny(variant, recurrence=1 if variant == "dense" else R)
+            plain, compiled = make(c, dtype=torch.float32), make(c, dtype=torch.float32)
+            compiled.compile_regions()
+            for training in (True, False):
+                losses = []
+                for model in (plain, compiled):
+                    torch.manual_seed(R)
+                    losses.append(model.train(training)(text(c), text(c, seed=1))[1])
+                    if training:
+                        losses[-1].backward()
+                assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-5)
+            assert torch.equal(*(m.generate(text(c, T=5), 5, temperature=0) for m in (plain, compiled)))
+            if R == 3:
+                few = graphs()
+    assert 1 <= few == graphs() <= 16
 
 
 @needs_compiler
@@ -807,7 +806,6 @@ def test_a_signal_in_evaluation_loses_nothing(variant, work, monkeypatch):
     """FAULTS 6: an evaluation that is told to stop stops, in whichever of its parts it is; the rest comes later."""
     run(variant, "straight", eval_depths=True)
     real, calls = train.load_windows, itertools.count()
-    per_evaluation = 0
 
     def counted(*args):
         next(calls)
@@ -816,7 +814,7 @@ def test_a_signal_in_evaluation_loses_nothing(variant, work, monkeypatch):
         patch.setattr(train, "load_windows", counted)
         run(variant, "counted", eval_depths=True)
     per_evaluation = (next(calls) - 6) // 2
-    for k, at in enumerate((3, 3 + per_evaluation // 2, 3 + per_evaluation - 1)):     # after the first three steps
+    for k, at in enumerate(3 + per_evaluation * part // 8 for part in (0, 3, 4, 7)):     # after the first three steps
         calls = itertools.count()
 
         def stopping(*args):
@@ -1045,6 +1043,345 @@ def test_a_batch_that_does_not_divide(work, capsys):
     assert run(batch_size=7) == 2
     error_line(capsys, "tokens_per_step=128", "batch_size=7", "block_size=16", "112")
     assert not Path("run").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Generation
+
+
+def slow_continuation(model, idx, n, recurrence=None, n_vocab=None):
+    """The greedy continuation, every logit computed from the whole visible text; when the window is full, its last half
+    is the new context."""
+    size, seen, out = model.config.block_size, idx[:, -model.config.block_size:], idx
+    for _ in range(n):
+        if seen.shape[1] > size:
+            seen = seen[:, -(size // 2):]
+        token = model(seen, recurrence=recurrence)[0][:, -1, :n_vocab].argmax(-1, keepdim=True)
+        seen, out = torch.cat((seen, token), dim=1), torch.cat((out, token), dim=1)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@each_variant
+def test_greedy_with_cache_is_greedy_without(variant, dtype):
+    """FAULTS 15 (nanoGPT#613, x-transformers#219): for every system and depth, past block_size, twice over, in a batch."""
+    model = make(tiny(variant), scale=0.4, dtype=dtype)
+    for depth in (None, *depths(model)):
+        x = text(model.config, B=3, T=5)
+        wanted = slow_continuation(model, x, 30, depth)
+        for cached in (True, False):
+            assert torch.equal(model.generate(x, 30, temperature=0, recurrence=depth, cached=cached), wanted)
+        assert len(wanted[:, 5:].unique()) > 3, "a text that repeats itself proves little"
+    assert not model.training and model.train().generate(x, 1).shape == (3, 6) and model.training
+
+
+@each_variant
+def test_every_way_to_fill_the_cache_is_exact(variant):
+    """FAULTS 15, 16 (MoR#9, #10): a text read at once, token by token or in uneven pieces: the same logits at every
+    depth; with room for no token more."""
+    model = make(tiny(variant))
+    x, T = text(model.config, B=3), model.config.block_size
+    for depth in depths(model):
+        whole = model(x, recurrence=depth)[0]
+        for pieces in ([T], [1] * T, [5, 1, 4, 2], [1, T - 1]):
+            cache = KVCache(model.config, 3, recurrence=depth, dtype=torch.float64)
+            got = torch.cat([model(piece, recurrence=depth, cache=cache)[0] for piece in x.split(pieces, dim=1)], dim=1)
+            assert (got - whole).abs().max() < 1e-10, (depth, pieces)
+        with pytest.raises(ValueError, match="do not fit"):
+            model(x[:, :1], recurrence=depth, cache=cache)
+
+
+@each_loop
+def test_shared_caches(variant):
+    """FAULTS 15: with one step every sharing mode is exact; with more, the others are smaller approximations that agree
+    on the prompt; MoR, whose steps hold different tokens, refuses them by name."""
+    model = make(tiny(variant), scale=0.3)
+    x = text(model.config, T=5)
+    for kv in ("mean", "first", "last"):
+        if variant == "mor":
+            with pytest.raises(ValueError, match=f"kv={kv}"):
+                model.generate(x, 5, kv=kv)
+            continue
+        sizes = [KVCache(model.config, 1, sharing=mode).num_bytes() for mode in ("full", kv)]
+        assert sizes[1] / sizes[0] == (2 + model.config.n_core) / (2 + 3 * model.config.n_core)
+        assert torch.equal(model.generate(x, 7, temperature=0, recurrence=1, kv=kv), slow_continuation(model, x, 7, 1))
+        caches = [KVCache(model.config, 2, dtype=torch.float64, sharing=mode) for mode in ("full", kv)]
+        prompt, after = zip(*((model(x, cache=cache)[0], model(x[:, :1], cache=cache)[0]) for cache in caches))
+        assert torch.allclose(*prompt, atol=1e-12) and not torch.allclose(*after, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["looped", "poisson", "grt"])
+def test_early_exit(variant):
+    """A threshold of 0 never exits: the greedy text is the full one, in R steps a token. A large one exits at step 2."""
+    model = make(tiny(variant), scale=0.3)
+    for exit_kl, steps in ((0.0, 3), (1e9, 2)):
+        taken = []
+        got = model.generate(text(model.config, T=5), 7, temperature=0, exit_kl=exit_kl, depths=taken)
+        assert set(torch.stack(taken).flatten().tolist()) == {steps}
+        assert exit_kl or torch.equal(got, slow_continuation(model, text(model.config, T=5), 7))
+
+
+@needs_compiler
+def test_compiled_decoding(monkeypatch):
+    """One graph for every token, at every position, with the texts of uncompiled decoding."""
+    for variant in VARIANTS:
+        model = make(tiny(variant), scale=0.4, dtype=torch.float32)
+        with watched_compiler(monkeypatch, "eager") as graphs:
+            got = model.generate(text(model.config, T=5), 20, temperature=0, compile=True)
+            assert graphs() == 1, variant
+        assert torch.equal(got, slow_continuation(model, text(model.config, T=5), 20)), variant
+
+
+@each_variant
+def test_the_future_is_not_seen(variant):
+    """FAULTS 16: changing token t changes no logit before t, and some logit from t on, at every depth; rows of a batch do
+    not see each other."""
+    model = make(tiny(variant))
+    x = text(model.config, B=3)
+    for depth in depths(model):
+        before = model(x, recurrence=depth)[0]
+        for t in range(model.config.block_size):
+            changed = x.clone()
+            changed[0, t] = (changed[0, t] + 1) % 29
+            after = model(changed, recurrence=depth)[0]
+            assert torch.equal(before[0, :t], after[0, :t]) and not torch.equal(before[0, t], after[0, t])
+            assert torch.equal(before[1:], after[1:])
+
+
+@each_variant
+def test_every_depth_is_finite(variant):
+    """FAULTS 18 (recurrent-pretraining#15): depths 0..2R give finite losses, in training and out of it; MoR, which has a
+    router per recursion, refuses depths beyond R in words."""
+    model = make(tiny(variant), dtype=torch.float32)
+    x = text(model.config)
+    for depth in (0, *depths(model)):
+        for training in (True, False):
+            assert model.train(training)(x, x, recurrence=depth)[1].isfinite()
+        assert model.generate(x[:, :3], 3, recurrence=depth).shape == (2, 6)
+    for wrong in (-1, model.config.recurrence + 1) if variant == "mor" else (-1,):
+        with pytest.raises(ValueError, match=f"recurrence={wrong}"):
+            model(x, recurrence=wrong)
+
+
+def test_ids_beyond_the_tokenizer_are_never_drawn():
+    """Whatever the padding's logits are, temperatures and top_k: ids from n_vocab on do not appear."""
+    model = make(tiny("grt"), dtype=torch.float32)
+    with torch.no_grad():
+        model.norm.weight.fill_(0.01)
+        model.wte.weight[20:] = 100 * torch.sign(model(text(model.config))[0].new_ones(9, 16))
+        model.wte.weight[21::2] *= -1
+    x = text(model.config, B=50, T=4) % 20
+    assert (model.generate(x, 8, temperature=0) >= 20).any()
+    for how in (dict(temperature=0), dict(temperature=1.0), dict(temperature=100.0), dict(top_k=1), dict(top_k=25), dict(top_k=10**6)):
+        assert (model.generate(x, 8, n_vocab=20, **how) < 20).all(), how
+
+
+def test_tokens_are_drawn_from_the_distribution():
+    """Temperature and top_k mean what they say, and the seed alone decides."""
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    for temperature, top_k in ((1.0, None), (0.5, None), (2.0, 2)):
+        p = torch.exp(logits / temperature).double()
+        p[[] if top_k is None else [0, 3]] = 0
+        draw = model_file.choose(logits.expand(40_000, 4), temperature, top_k, torch.Generator().manual_seed(0))
+        assert (torch.bincount(draw, minlength=4) / 40_000 - p / p.sum()).abs().max() < 0.01
+    model, x = make(tiny("grt")), text(tiny("grt"), B=4, T=3)
+    state = torch.get_rng_state()
+    one, again, other = (model.generate(x, 20, seed=s) for s in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other) and torch.equal(state, torch.get_rng_state())
+    assert torch.equal(model.generate(x, 20, top_k=1), model.generate(x, 20, temperature=0))
+
+
+# -- sample.py
+
+@pytest.fixture(scope="session")
+def spoken(corpus, tmp_path_factory):
+    """A folder with out/grt and out/mor, trained for a step; block_size is 16."""
+    folder, before = tmp_path_factory.mktemp("spoken"), os.getcwd()
+    os.chdir(folder)
+    os.symlink(corpus, "data")
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    for variant in ("mor", "grt"):
+        assert run(variant, f"out/{variant}", max_iters=1, vocab_size=300) == 0
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    os.chdir(before)
+    return folder
+
+
+def say(capsys, *words):
+    """What sample.py prints for these words, its first line on stderr, and its exit status."""
+    capsys.readouterr()
+    code = status(sample.main, ["--device=cpu", "--max_new_tokens=20", *words])
+    out, err = capsys.readouterr()
+    return out, err.strip(), code
+
+
+def test_prompts(spoken, monkeypatch, capsys, tmp_path):
+    """FAULTS 17 (nanoGPT#434): empty, many bytes a character, longer than block_size, from a file, with `=`, a number and
+    the words for special tokens: each is continued. FAULTS 24: the prompt is the text as it was given."""
+    monkeypatch.chdir(spoken)
+    for prompt in ("", "a=b", "123", "None", "é🙂", "x" * 100, "<|endoftext|>", "--help me", "two\nlines\0"):
+        out, err, code = say(capsys, f"--start={prompt}")
+        assert code == 0 and out.startswith(prompt) and err.startswith("out/grt/"), err
+        (tmp_path / "prompt.txt").write_text(prompt, newline="")
+        assert say(capsys, f"--file={tmp_path / 'prompt.txt'}")[0] == out
+    assert say(capsys, "--seed=1")[0] == say(capsys, "--seed=1")[0] != say(capsys, "--seed=2")[0]
+    assert say(capsys, "--num_samples=3", "--start=ab")[0].count("ab") >= 3
+
+
+def test_prompts_that_cannot_be_read(spoken, monkeypatch, capsys, tmp_path):
+    """FAULTS 17: half a surrogate pair, a file that is not UTF-8, is a folder or is missing, two prompts at once: one line
+    and status 2."""
+    monkeypatch.chdir(spoken)
+    (tmp_path / "latin1").write_bytes("né".encode("latin-1"))
+    for words, named in ((["--start=\udcff"], "UTF-8"), ([f"--file={tmp_path / 'latin1'}"], "latin1"), ([f"--file={tmp_path}"], str(tmp_path)),
+                         (["--file=missing.txt"], "missing.txt"), (["--start=a", "--file=b"], "start and file")):
+        out, err, code = say(capsys, *words)
+        assert code == 2 and not out and err.startswith("error: ") and "\n" not in err and named in err, words
+
+
+def test_sample_refuses_in_one_line(spoken, monkeypatch, capsys, tmp_path):
+    """No checkpoint, a broken one, a depth the model does not have, settings without sense: one line and status 2."""
+    monkeypatch.chdir(spoken)
+    (tmp_path / "broken.pt").write_bytes((spoken / "out/grt/latest.pt").read_bytes()[:5000])
+    (tmp_path / "empty.pt").write_bytes(b"")
+    torch.save({"model": {}}, tmp_path / "foreign.pt")
+    for words in (["--run=nowhere"], [f"--run={tmp_path / 'broken.pt'}"], [f"--run={tmp_path / 'empty.pt'}"], [f"--run={tmp_path / 'foreign.pt'}"],
+                  ["--run=out/mor", "--recurrence=4"], ["--recurrence=0"], ["--num_samples=0"], ["--temperature=-1"], ["--top_k=0"],
+                  ["--kv=some"], ["--run=out/mor", "--kv=mean"], ["--device=abacus"], ["--dtype=float16"], ["--temprature=1"], ["--top_k=x"]):
+        out, err, code = say(capsys, *words)
+        assert code == 2 and not out and err.startswith("error: ") and "\n" not in err, words
+    monkeypatch.chdir(tmp_path)
+    assert "python train.py config/grt_tiny.py" in say(capsys)[1]
+
+
+def test_sample_as_a_program(spoken):
+    """Exit statuses and text of the program itself: bytes that are not UTF-8, a terminal that is not, a closed pipe."""
+    def program(*words, **env):
+        command = [sys.executable, HERE / "sample.py", "--device=cpu", "--max_new_tokens=20", *words]
+        return subprocess.run(command, cwd=spoken, env=os.environ | env, capture_output=True, timeout=300)
+    bad = program(b"--start=\xff")
+    assert bad.returncode == 2 and bad.stderr.count(b"\n") == 1 and b"UTF-8" in bad.stderr
+    ascii_only = program("--start=é", PYTHONIOENCODING="ascii")
+    assert ascii_only.returncode == 0 and b"Traceback" not in ascii_only.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+
+
+def setting(*words, cls=train.TrainConfig):
+    return config.load(cls, list(words))
+
+
+def refused(*words, cls=train.TrainConfig):
+    """The error that these words meet: one line."""
+    with pytest.raises(config.ConfigError) as error:
+        config.load(cls, list(words))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_values():
+    """FAULTS 24 (nanoGPT#439, #156, #29): what people write is what the setting becomes, with the setting's type."""
+    for words, name, value in ((["--learning_rate=1"], "learning_rate", 1.0), (["--dropout=0"], "dropout", 0.0), (["--max_iters=1e4"], "max_iters", 10_000),
+                               (["--max_iters=1_000"], "max_iters", 1000), (["--learning_rate=6e-4"], "learning_rate", 6e-4), (["--bias"], "bias", True),
+                               (["--bias=false"], "bias", False), (["--bias=0"], "bias", False), (["--compile=None"], "compile", None),
+                               (["--compile=True"], "compile", True), (["--min_lr=None"], "min_lr", None), (["--min_lr=0"], "min_lr", 0.0),
+                               (["--cell=a=b"], "cell", "a=b"), (["--cell=123"], "cell", "123"), (["--cell=None"], "cell", "None"), (["--cell="], "cell", "")):
+        got = getattr(setting(*words), name)
+        assert got == value and type(got) is type(value), words
+    assert setting("--start=a=b", cls=sample.SampleConfig).start == "a=b" and setting("--top_k=None", cls=sample.SampleConfig).top_k is None
+    assert setting("--seed=1", "--seed=2").seed == 2
+
+
+def test_mistakes_are_named():
+    """FAULTS 24: unknown names say what was meant; wrong types and contradictions name field, value and rule."""
+    assert "n_prelude" in refused("--n_layers=12") and "n_prelude" in refused("--n_layer=12")
+    assert "learning_rate" in refused("--learing_rate=1") and "max_iters" in refused("--max_iter=1") and "unknown setting xyz" in refused("--xyz=1")
+    for words, parts in ((["--max_iters=ten"], ("max_iters", "int", "ten")), (["--max_iters=1.5"], ("max_iters", "int", "1.5")), (["--max_iters=None"], ("max_iters", "None")),
+                         (["--learning_rate=fast"], ("learning_rate", "float", "fast")), (["--bias=2"], ("bias", "bool", "2")), (["--max_iters"], ("--max_iters=...",)),
+                         (["-x"], ("--name=value",)), (["--n_embd=10", "--n_head=3"], ("n_embd=10", "n_head=3")), (["--variant=gru"], ("variant=gru", "grt")),
+                         (["--variant=dense"], ("dense", "n_core")), (["--n_core=0"], ("n_core=0", "grt")), (["--dropout=1"], ("dropout",)), (["--recurrence=0"], ("recurrence=0",)),
+                         (["--variant=mor", "--depth_sampling=uniform"], ("mor", "depth")), (["--depth_sampling=random"], ("random", "uniform")), (["--noise=-1"], ("noise=-1",)),
+                         (["--max_iters=0"], ("max_iters=0",)), (["--match=loss"], ("match=loss", "train_flops")), (["--match=train_flops"], ("reference",)), (["--dtype=half"], ("dtype=half",)),
+                         (["--logger=paper"], ("logger=paper",)), (["--gelu=relu"], ("gelu=relu",)), (["--weight_decay=-1"], ("weight_decay=-1",)), (["--grad_clip=-1"], ("grad_clip=-1",)),
+                         (["--beta2=1.5"], ("beta2=1.5",)), (["--warmup_iters=-1"], ("warmup_iters=-1",)), (["--eval_tokens=0"], ("eval_tokens=0",))):
+        message = refused(*words)
+        assert all(part in message for part in parts), (words, message)
+
+
+def test_config_files(tmp_path):
+    """Files come before flags, later before earlier, `base` beneath; names, types and the missing file are checked."""
+    (tmp_path / "base.py").write_text("import math\nn_embd = 64\nn_head = 4\nlearning_rate = 1\n")
+    (tmp_path / "top.py").write_text('base = "base.py"\nn_embd = 32\n')
+    c = setting("--n_head=2", str(tmp_path / "top.py"))
+    assert (c.n_embd, c.n_head, c.learning_rate, c.cell) == (32, 2, 1.0, "top") and type(c.learning_rate) is float
+    for content, part in (("n_layers = 3", "n_prelude"), ("n_embd = 'wide'", "n_embd"), ("n_embd = ", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ('base = "no.py"', "no.py")):
+        (tmp_path / "wrong.py").write_text(content)
+        message = refused(str(tmp_path / "wrong.py"))
+        assert part in message and ("wrong.py" in message or part == "no.py")
+    assert "config/grt_tiny.py" in refused("config/grt_tinny.py")
+
+
+def test_help_lists_every_setting(capsys):
+    """--help, of both programs: every setting, its default and a comment of its own."""
+    for main, cls in ((train.main, train.TrainConfig), (sample.main, sample.SampleConfig)):
+        assert status(main, ["--n_embd=64" if cls is train.TrainConfig else "--top_k=5", "--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        for field in dataclasses.fields(cls):
+            (line,) = [line for line in lines if line.startswith(f"--{field.name}=")]
+            assert len(line.removeprefix(f"--{field.name}={field.default}").strip()) > 5, line
+
+
+@pytest.mark.parametrize("path", sorted((HERE / "config").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_every_cell_is_a_model(path):
+    """Each config file is plain assignments that make a valid run, and the name of its folder."""
+    tree = __import__("ast").parse(path.read_text())
+    assert all(type(node).__name__ == "Assign" for node in tree.body)
+    if path.stem not in ("tiny", "small", "medium", "large"):
+        c = setting(path.stem)
+        assert c.run_dir == Path("out") / path.stem and c.steps == c.max_iters
+        assert c.tokens_per_step % (c.batch_size * c.block_size) == 0
+
+
+def test_budget_and_match():
+    """--budget multiplies the steps; --match=train_flops gives the steps that cost what the dense cell costs; the run's
+    folder says both."""
+    assert setting("grt_small", "--budget=0.5").steps == 10_000 and setting("grt_small", "--budget=2").steps == 40_000
+    c, dense = setting("grt_small", "--budget=2", "--match=train_flops"), setting("dense_small")
+    assert c.steps * c.train_flops_per_token() == pytest.approx(2 * 20_000 * dense.train_flops_per_token(), rel=1e-4)
+    assert c.steps > 40_000
+    folders = {setting("grt_small", *words).run_dir for words in ([], ["--budget=2"], ["--match=train_flops"], ["--budget=2", "--match=train_flops"], ["--seed=2"])}
+    assert len(folders) == 5 and Path("out/grt_small") in folders and "2x" in str(c.run_dir) and "train_flops" in str(c.run_dir)
+    assert setting("grt_small", "--out_dir=here", "--budget=2").run_dir == Path("here")
+    started = time.perf_counter()
+    c = setting("poisson_tiny", "--match=train_flops")
+    for step in range(50):
+        c.lr(step)
+    assert time.perf_counter() - started < 5, "the learning rate of a step takes no time"
+
+
+def test_learning_rate():
+    """Linear warm-up to learning_rate, then a cosine that ends at min_lr, a tenth unless it is given."""
+    c = setting("--max_iters=1000", "--warmup_iters=100", "--learning_rate=1")
+    rates = [c.lr(step) for step in range(1001)]
+    assert rates[:100] == pytest.approx([(i + 1) / 101 for i in range(100)]) and rates[100] == 1 == max(rates)
+    assert rates[550] == pytest.approx(0.55) and rates[1000] == pytest.approx(0.1) and rates[100:] == sorted(rates[100:], reverse=True)
+    assert setting("--max_iters=1000", "--min_lr=0").lr(1000) == pytest.approx(0)
+
+
+@pytest.mark.parametrize("words, parts", [
+    (["--device=abacus"], ("device=abacus", "--device=cpu")), (["--device=hpu"], ("device=hpu",)), (["--device=meta"], ("device=meta",)),
+    (["--device=cuda:99"], ("device=cuda:99",)), (["--dataset=nothing"], ("nothing", "prepare.py")), (["--block_size=100000", "--tokens_per_step=800000"], ("shorter than one window",)),
+    (["--vocab_size=200"], ("vocab_size=200", "257")), (["--init_from=nowhere"], ("nowhere",)), (["--n_layers=2"], ("n_prelude",)),
+    (["--out_dir=data/mini/meta.json"], ("data/mini/meta.json",)), (["--reference=nowhere", "--match=train_flops"], ("nowhere",))])
+def test_train_refuses_in_one_line(words, parts, work, capsys):
+    """What this machine, the data or the folder cannot do: one line that names it, status 2, and nothing written."""
+    before = sorted(work.rglob("*"))
+    assert status(train.main, [*flags("grt", "run"), *words]) == 2
+    error_line(capsys, *parts)
+    assert sorted(work.rglob("*")) == before
 
 
 if __name__ == "__main__":      # started by torch.distributed.run
