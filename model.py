@@ -169,8 +169,9 @@ class Attention(nn.Module):
             k, v, mask = slot.append(k, v, keep)
         elif keep is not None:
             mask = causal_mask(torch.arange(T, device=x.device), T, keep)
+        causal = True if mask is None and T > 1 else False      # not the bare expression: compiled, T may be a symbol
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
-                                           is_causal=mask is None and T > 1)
+                                           is_causal=causal)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 
