@@ -390,12 +390,13 @@ def fresh_compile_cache():
 
 # -- decode
 
+WARM_UP = 4    # tokens decoded before the clock counts
+
 
 def decoder(c, b, device, kv):
-    """A model with `context` tokens in its cache, and a function that decodes one token more (or the last again, once
-    the cache is full): the cost of a token at that length of text."""
+    """A model, its cache, and two functions: prefill() fills the cache with `context` tokens, step() decodes one more."""
     model = new_model(c, device, model_dtype(b, device)).eval()
-    cache = KVCache(c, b.batch_size, b.context + b.new_tokens, None, device, model.dtype, kv)
+    cache = KVCache(c, b.batch_size, b.context + max(b.new_tokens, WARM_UP), None, device, model.dtype, kv)
     prompt = torch.randint(c.vocab_size, (b.batch_size, b.context), device=device)
     decode = model.decode
     if resolve_compile(b, device):
@@ -438,7 +439,7 @@ def bench_decode(b, names):
         parts[name, kv] = model, cache, prefill, step, bare(model, b.batch_size, 1, b.context)
         prefill()
         first = timed(step, device)
-        for _ in range(3):
+        for _ in range(WARM_UP - 1):
             step()
         rows.append({"cell": name, "kv": kv, "first s": first})
     prefills, times, floors = ({key: [] for key in what} for _ in range(3))
