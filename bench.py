@@ -336,10 +336,12 @@ def train_memory(c, b, device):
 
 def train_counted(c, B):
     """Bytes of a float32 training step on paper: parameters, gradients and AdamW's two moments, and what autograd keeps
-    of each block and step. Per token and block 34D without recomputation: input and both norms' outputs, q, k, v,
-    attention's output, the residual in between, the MLP's hidden layer before and after GELU."""
-    weights = num_params(c)["total"] * 16
-    return weights + 4 * B * c.block_size * c.n_embd * (17 * c.executed_blocks() + 7 * c.recurrence * (c.variant == "grt"))
+    for the backward pass. Per token that is 17D numbers a block (input, both norms' outputs, q, k, v, attention's output
+    before and after its heads are joined, the residual in between, the MLP's hidden layer before and after GELU), and 9D
+    a step of GRT's update (noisy state, core's input, norm, the gate's three layers, proposal, state, gate). Passing
+    buffers, a chunk of logits above all, are not counted."""
+    per_token = c.n_embd * (17 * c.executed_blocks() + 9 * c.recurrence * (c.variant == "grt"))
+    return 16 * num_params(c)["total"] + 4 * B * c.block_size * per_token
 
 
 def bench_train(b, names):
