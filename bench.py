@@ -336,10 +336,12 @@ def train_memory(c, b, device):
 
 def train_counted(c, B):
     """Bytes of a float32 training step on paper: parameters, gradients and AdamW's two moments, and what autograd keeps
-    of each block and step. Per token and block 34D without recomputation: input and both norms' outputs, q, k, v,
-    attention's output, the residual in between, the MLP's hidden layer before and after GELU."""
-    weights = num_params(c)["total"] * 16
-    return weights + 4 * B * c.block_size * c.n_embd * (17 * c.executed_blocks() + 7 * c.recurrence * (c.variant == "grt"))
+    for the backward pass. Per token that is 17D numbers a block (input, both norms' outputs, q, k, v, attention's output
+    before and after its heads are joined, the residual in between, the MLP's hidden layer before and after GELU), and 9D
+    a step of GRT's update (noisy state, core's input, norm, the gate's three layers, proposal, state, gate). Passing
+    buffers, a chunk of logits above all, are not counted."""
+    per_token = c.n_embd * (17 * c.executed_blocks() + 9 * c.recurrence * (c.variant == "grt"))
+    return 16 * num_params(c)["total"] + 4 * B * c.block_size * per_token
 
 
 def bench_train(b, names):
@@ -390,12 +392,13 @@ def fresh_compile_cache():
 
 # -- decode
 
+WARM_UP = 4    # tokens decoded before the clock counts
+
 
 def decoder(c, b, device, kv):
-    """A model with `context` tokens in its cache, and a function that decodes one token more (or the last again, once
-    the cache is full): the cost of a token at that length of text."""
+    """A model, its cache, and two functions: prefill() fills the cache with `context` tokens, step() decodes one more."""
     model = new_model(c, device, model_dtype(b, device)).eval()
-    cache = KVCache(c, b.batch_size, b.context + b.new_tokens, None, device, model.dtype, kv)
+    cache = KVCache(c, b.batch_size, b.context + max(b.new_tokens, WARM_UP), None, device, model.dtype, kv)
     prompt = torch.randint(c.vocab_size, (b.batch_size, b.context), device=device)
     decode = model.decode
     if resolve_compile(b, device):
@@ -438,7 +441,7 @@ def bench_decode(b, names):
         parts[name, kv] = model, cache, prefill, step, bare(model, b.batch_size, 1, b.context)
         prefill()
         first = timed(step, device)
-        for _ in range(3):
+        for _ in range(WARM_UP - 1):
             step()
         rows.append({"cell": name, "kv": kv, "first s": first})
     prefills, times, floors = ({key: [] for key in what} for _ in range(3))

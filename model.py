@@ -475,15 +475,15 @@ class Gated(Looped):
         super().__init__(c)
         D, self.noise, self.gate_bias, self.has_anchor, self.has_gate = c.n_embd, c.noise, c.gate_bias, c.anchor, c.gate
         if c.anchor:
-            self.project_state = nn.Linear(D, D)
-            self.project_anchor = nn.Linear(D, D, bias=False)
+            self.project_state = nn.Linear(D, D, bias=False)
+            self.project_anchor = nn.Linear(D, D)               # W's bias is added once too
         if c.gate:
             self.norm_state = nn.LayerNorm(D, bias=False)
-            self.gate_state = nn.Linear(D, D)
+            self.gate_state = nn.Linear(D, D, bias=not c.anchor)
             self.gate_out = nn.Linear(D, D)
         if c.gate and c.anchor:
             self.norm_anchor = nn.LayerNorm(D, bias=False)
-            self.gate_anchor = nn.Linear(D, D, bias=False)
+            self.gate_anchor = nn.Linear(D, D)
 
     def reset_parameters(self):
         if self.has_gate:
@@ -755,10 +755,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, W, targets):
         with torch.autocast(x.device.type, enabled=False):
             low = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-            x_low, W_low = x.to(low), W.to(low)
+            x_low, W_low, N = x.to(low), W.to(low), len(x)
             need = any(ctx.needs_input_grad)
-            dx, dW = (torch.empty_like(x), torch.zeros_like(W)) if need else (None, None)
-            total, N = torch.zeros((), device=x.device, dtype=torch.promote_types(x.dtype, torch.float32)), len(x)
+            dx, dW = (torch.empty_like(x), torch.empty_like(W)) if need else (None, None)
+            total = torch.zeros((), device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
             for i in range(0, N, ChunkedCrossEntropy.chunk):
                 rows, target = slice(i, i + ChunkedCrossEntropy.chunk), targets[i:i + ChunkedCrossEntropy.chunk, None]
                 logits = (x_low[rows] @ W_low.t()).to(total.dtype)
@@ -767,10 +767,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 p = torch.softmax(logits, dim=1, out=logits)
                 total += (largest - p.gather(1, where).log() - at_target).sum()   # log Σ exp - logit; max p >= 1/V
                 if need:
-                    p.scatter_add_(1, target, p.new_full((), -1.0).expand_as(target))
-                    g = p.div_(N).to(low)
-                    dx[rows] = g @ W_low
-                    dW.addmm_(g.t(), x_low[rows]) if low == dW.dtype else dW.add_(g.t() @ x_low[rows])
+                    g = p.scatter_add_(1, target, p.new_full((), -1.0).expand_as(target)).to(low)
+                    dx[rows] = (g @ W_low).div_(N)
+                    part = g.t() @ (x_low[rows] / N)
+                    dW = dW.copy_(part) if i == 0 and low != dW.dtype else part if i == 0 else dW.add_(part)
         ctx.save_for_backward(dx, dW)
         return total / N
 

@@ -139,7 +139,7 @@ class Naive:
         u = self.noisy(h)
         if c.anchor:
             W = torch.cat((p["rule.project_state.weight"], p["rule.project_anchor.weight"]), dim=1)
-            u = torch.cat((u, a), dim=-1) @ W.T + p["rule.project_state.bias"]
+            u = torch.cat((u, a), dim=-1) @ W.T + p["rule.project_anchor.bias"]
         o = core(u)
         if not c.gate:
             return o
@@ -147,7 +147,7 @@ class Naive:
         if c.anchor:
             f1 = torch.cat((f1, p["rule.gate_anchor.weight"]), dim=1)
             seen = torch.cat((seen, self.norm("rule.norm_anchor", a)), dim=-1)
-        hidden = seen @ f1.T + p["rule.gate_state.bias"]
+        hidden = seen @ f1.T + p["rule.gate_anchor.bias" if c.anchor else "rule.gate_state.bias"]
         g = 1 / (1 + torch.exp(-self.noisy(self.linear("rule.gate_out", hidden / (1 + torch.exp(-hidden))))))
         return g * h + (1 - g) * o
 
