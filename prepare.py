@@ -1,9 +1,11 @@
 """Text in, token files out: every corpus this project trains on, and the format they share.
 
-    python prepare.py stdlib                            Python's own source text; every machine has it, no network
-    python prepare.py shakespeare                       1.1 MB, the usual first corpus
-    python prepare.py my.txt notes/ book.jsonl --name=mine [--tokenizer=gpt2]        your own text
-    python prepare.py --help                            everything else
+    python prepare.py stdlib                      Python's own source text: 10.7 MB, on every machine, no network needed
+    python prepare.py shakespeare                 the usual 1.1 MB
+    python prepare.py my.txt notes/ book.jsonl --name=mine [--tokenizer=gpt2]       your own text
+    python prepare.py cccc [--max_tokens=10e9]    the paper's corpus, 14B tokens: downloaded and tokenized overnight
+    python prepare.py fineweb [--shards=100]      10B tokens that somebody else tokenized
+    python prepare.py gpt2                        OpenAI's weights (also gpt2-medium, gpt2-large, gpt2-xl)
 
 A dataset is a folder data/<name>/ with
 
@@ -12,28 +14,43 @@ A dataset is a folder data/<name>/ with
     val*.bin          the same, for the documents whose content hash falls below `val_fraction`
 
 meta.json is written last, by rename: a dataset exists or it does not. The split is a function of a document's bytes
-alone, so a duplicate can never sit on both sides, and neither order nor parallelism can change it.
+alone, so a duplicate never sits on both sides, and neither order nor parallelism changes it. Whatever is interrupted,
+even by a power cut, is continued by the same command, and ends in the same bytes.
 
-In reading order: reading a dataset, tokenizers, writing a dataset, small corpora, the command line.
+In reading order: reading a dataset, tokenizers, writing a dataset, small corpora, downloads, large corpora, GPT-2's
+weights, the command line.
 """
 import bisect
+import codecs
 import contextlib
 import difflib
+import email.utils
 import errno
+import functools
 import gzip
 import hashlib
+import inspect
 import json
+import math
 import os
+import random
 import re
+import shutil
 import sys
 import sysconfig
+import tempfile
+import threading
 import time
+import urllib.parse
+import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import requests
 import tiktoken
+import urllib3
 
 FORMAT = 1                              # raised whenever meta.json changes its meaning
 TOKENIZERS = {"byte": (257, 256), "gpt2": (50257, 50256)}       # name: (vocabulary size, id of <|endoftext|>)
@@ -41,6 +58,7 @@ SHARD_TOKENS = 100_000_000              # tokens per file: 200 MB
 HASH_BELOW = 100_000_000                # bytes; smaller datasets are verified by sha256 whenever they are opened
 BATCH_CHARS = 1 << 20                   # characters handed to a tokenizer thread at a time
 PIECE_CHARS = 1 << 18                   # longest text given to the tokenizer in one call
+LINE_BYTES = 1 << 26                    # a longer line of JSON counts as bad: 64 MB
 
 
 class DataError(Exception):
@@ -154,7 +172,7 @@ def open_dataset(name, data_dir="data"):
         identity = hashlib.sha256(json.dumps([meta["tokenizer"], meta["splits"]], sort_keys=True).encode())
         return Dataset(name, meta["tokenizer"], meta["vocab_size"], meta["separator"], meta,
                        identity.hexdigest()[:12], streams["train"], streams["val"])
-    except (KeyError, TypeError, AttributeError) as e:
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as e:
         raise DataError(f"{where} is damaged ({type(e).__name__}: {e}); {again}") from None
 
 
@@ -190,6 +208,12 @@ def _mix(z):
 # ---------------------------------------------------------------------------------------------------------------------
 # Tokenizers
 
+_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_VOCABULARY = {         # url: (bytes, sha256), as in tiktoken_ext/openai_public.py
+    _URL + "vocab.bpe": (456318, "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
+    _URL + "encoder.json": (1042301, "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
+
+
 def get_tokenizer(name):
     """The tiktoken.Encoding called "byte" or "gpt2". DataError when it is unknown, or its vocabulary out of reach."""
     if name == "byte":          # 256 ranks, one per byte, and no merges: made here, so that no network is needed
@@ -197,11 +221,22 @@ def get_tokenizer(name):
                                  special_tokens={"<|endoftext|>": 256})
     if name != "gpt2":
         raise DataError(f"unknown tokenizer {name!r}; known: {', '.join(TOKENIZERS)}")
+    # tiktoken would fetch the two files itself, but without a timeout; so they are put where it looks for them.
+    env = os.environ
+    cache = (env.get("TIKTOKEN_CACHE_DIR") or env.get("DATA_GYM_CACHE_DIR")
+             or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+    files = {url: os.path.join(cache, hashlib.sha1(url.encode()).hexdigest()) for url in GPT2_VOCABULARY}
     try:
+        for url, path in files.items():
+            size, sha256 = GPT2_VOCABULARY[url]
+            if not (os.path.exists(path) and file_sha256(path) == sha256):
+                os.makedirs(cache, exist_ok=True)
+                download(url, path, size, sha256, tries=2)
         return tiktoken.get_encoding("gpt2")
-    except Exception as e:
-        raise DataError(f"the GPT-2 vocabulary is missing ({type(e).__name__}); set TIKTOKEN_CACHE_DIR to a folder "
-                        "holding vocab.bpe and encoder.json") from None
+    except (DataError, OSError) as e:
+        parts = " and ".join(f"{url} as {os.path.basename(path)}" for url, path in files.items())
+        raise DataError(f"GPT-2's vocabulary is missing from {cache} and cannot be downloaded: set TIKTOKEN_CACHE_DIR to "
+                        f"a folder that holds {parts} ({e})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,30 +296,36 @@ def locked(directory):
 
 
 class ShardWriter:
-    """Writes one split of one input as files <stem>.bin, or <stem>-000.bin, <stem>-001.bin, ... of SHARD_TOKENS."""
+    """Writes one split of one input as <stem>-000.bin, <stem>-001.bin, ... of SHARD_TOKENS each. They carry temporary
+    names until all are complete, so that an input which turns out to be broken leaves nothing behind."""
 
     def __init__(self, directory, stem):
-        self.directory, self.stem, self.files, self.f = directory, stem, [], None
+        self.directory, self.stem, self.files, self.open = directory, stem, [], []
 
     def add(self, tokens):
         while len(tokens):
-            if self.f is None:
-                self.name = f"{self.stem}-{len(self.files):03d}.bin"
-                self.f = open(os.path.join(self.directory, self.name + ".tmp"), "wb")
-                self.count, self.digest = 0, hashlib.sha256()
-            part, tokens = np.split(tokens, [SHARD_TOKENS - self.count])
+            if not self.files or self.files[-1]["tokens"] == SHARD_TOKENS:
+                name = f"{self.stem}-{len(self.files):03d}.bin"
+                self.files.append({"name": name, "tokens": 0, "sha256": hashlib.sha256(), "offset": 0})
+                self.open.append(open(os.path.join(self.directory, name + ".tmp"), "wb"))
+            file = self.files[-1]
+            part, tokens = np.split(tokens, [SHARD_TOKENS - file["tokens"]])
             raw = part.astype("<u2", copy=False).tobytes()
-            self.f.write(raw)
-            self.digest.update(raw)
-            self.count += len(part)
-            if self.count == SHARD_TOKENS:
-                self.finish()
+            self.open[-1].write(raw)
+            file["sha256"].update(raw)
+            file["tokens"] += len(part)
 
-    def finish(self):
-        if self.f is not None:
-            publish(self.f, os.path.join(self.directory, self.name))
-            self.files.append({"name": self.name, "tokens": self.count, "sha256": self.digest.hexdigest(), "offset": 0})
-            self.f = None
+    def publish(self):
+        for f, file in zip(self.open, self.files):
+            publish(f, os.path.join(self.directory, file["name"]))
+            file["sha256"] = file["sha256"].hexdigest()
+        return self.files
+
+    def discard(self):
+        for f in self.open:
+            f.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(f.name)
 
 
 def content_hash(raw):
@@ -292,35 +333,55 @@ def content_hash(raw):
     return (int.from_bytes(hashlib.sha256(raw).digest()[:8], "big") >> 11) / (1 << 53)
 
 
-def encode_batch(tokenizer, texts, val_fraction):
-    """Tokenize documents. Returns {split: {"arrays": [uint16 arrays], "documents": n, "text_bytes": n, "least": h}}."""
-    out = {s: {"arrays": [], "documents": 0, "text_bytes": 0, "least": 1.0} for s in ("train", "val")}
-    for text in texts:
-        raw = text.encode("utf-8", "replace")           # JSON can smuggle in half a surrogate pair; tiktoken agrees
-        h = content_hash(raw)
-        split = out["val" if h < val_fraction else "train"]
-        # encode_ordinary: a text that contains "<|endoftext|>" spells it, it does not end the document. Very long
-        # texts go in pieces, since one call holds its whole result as a list of Python integers.
+def text_of(line):
+    """The text of one line of JSON (bytes); "" when it is missing, null or empty. ValueError for a bad line."""
+    if len(line) >= LINE_BYTES:
+        raise ValueError("line too long")
+    value = json.loads(line.decode("utf-8-sig"))
+    text = value.get("text") or "" if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise ValueError("not an object with a text")
+    return text
+
+
+def encode_batch(tokenizer, items, val_fraction):
+    """Tokenize documents, given as str or as lines of JSON (bytes).
+    Returns {"empty": n, "bad": n, "splits": {split: {"tokens": uint16 array, "documents": n, "text_bytes": n}}}."""
+    count = {"empty": 0, "bad": 0}
+    out = {s: {"tokens": [np.empty(0, np.uint16)], "documents": 0, "text_bytes": 0} for s in ("train", "val")}
+    end = np.array([tokenizer.eot_token], np.uint16)
+    for item in items:
+        try:
+            text = item if isinstance(item, str) else text_of(item)
+        except (ValueError, RecursionError):
+            count["bad"] += 1
+            continue
+        if not text:
+            count["empty"] += 1
+            continue
+        raw = text.encode("utf-8", "replace")           # JSON can smuggle in half a surrogate pair
+        split = out["val" if content_hash(raw) < val_fraction else "train"]
+        # encode_ordinary: a text that contains "<|endoftext|>" spells it, it does not end the document. A very long
+        # text goes in pieces, since one call holds its whole result as a list of Python integers.
         for i in range(0, len(text), PIECE_CHARS):
-            split["arrays"].append(np.array(tokenizer.encode_ordinary(text[i:i + PIECE_CHARS]), np.uint16))
-        split["arrays"].append(np.array([tokenizer.eot_token], np.uint16))
+            split["tokens"].append(np.array(tokenizer.encode_ordinary(text[i:i + PIECE_CHARS]), np.uint16))
+        split["tokens"].append(end)
         split["documents"] += 1
         split["text_bytes"] += len(raw)
-        split["least"] = min(split["least"], h)
     for split in out.values():
-        split["arrays"] = np.concatenate(split["arrays"] or [np.empty(0, np.uint16)])
-    return out
+        split["tokens"] = np.concatenate(split["tokens"])
+    return {**count, "splits": out}
 
 
-def batches(texts):
-    """Group an iterable of documents into lists of about BATCH_CHARS characters."""
-    batch, chars = [], 0
-    for text in texts:
-        batch.append(text)
-        chars += len(text)
-        if chars >= BATCH_CHARS:
+def batches(items):
+    """Group an iterable of str or bytes into lists of about BATCH_CHARS."""
+    batch, size = [], 0
+    for item in items:
+        batch.append(item)
+        size += len(item)
+        if size >= BATCH_CHARS:
             yield batch
-            batch, chars = [], 0
+            batch, size = [], 0
     if batch:
         yield batch
 
@@ -340,33 +401,40 @@ def in_order(executor, function, items, ahead):
             future.cancel()
 
 
-def write_documents(directory, stem, texts, tokenizer, val_fraction, workers, max_tokens=None, progress=None):
-    """Tokenize an iterable of documents into <split><stem>-NNN.bin. Returns {split: {files, tokens, documents,
-    text_bytes, least}}. The bytes written depend on the documents, tokenizer and val_fraction only, not on `workers`.
+def write_documents(directory, stem, items, tokenizer, val_fraction, workers, max_tokens=math.inf, progress=None):
+    """Tokenize documents (see encode_batch) into <split><stem>-NNN.bin, all of them or, on any error, none.
 
-    The workers are threads: tiktoken works outside the interpreter lock, and nothing has to be copied between
-    processes or can be left behind by a killed one.
+    Returns {"empty", "bad", "splits": {split: {"files", "tokens", "documents", "text_bytes"}}}. Stops after the batch
+    that reaches max_tokens. What is written does not depend on `workers`. These are threads: tiktoken works outside
+    the interpreter lock, and there is nothing to copy between processes, nor a process for a kill to leave behind.
     """
-    result = {s: {"files": [], "tokens": 0, "documents": 0, "text_bytes": 0, "least": 1.0} for s in ("train", "val")}
-    writers = {s: ShardWriter(directory, s + stem) for s in result}
-    with ThreadPoolExecutor(workers) as executor:
-        encoded = in_order(executor, lambda b: encode_batch(tokenizer, b, val_fraction), batches(texts), 2 * workers)
-        with contextlib.closing(encoded):
+    total = {"empty": 0, "bad": 0, "splits": {s: {"tokens": 0, "documents": 0, "text_bytes": 0} for s in ("train", "val")}}
+    writers = {s: ShardWriter(directory, s + stem) for s in total["splits"]}
+    try:
+        with ThreadPoolExecutor(workers) as executor, contextlib.closing(in_order(
+                executor, lambda b: encode_batch(tokenizer, b, val_fraction), batches(items), 2 * workers)) as encoded:
             for batch in encoded:
-                for s, part in batch.items():
-                    writers[s].add(part["arrays"])
-                    result[s]["tokens"] += len(part["arrays"])
-                    result[s]["documents"] += part["documents"]
-                    result[s]["text_bytes"] += part["text_bytes"]
-                    result[s]["least"] = min(result[s]["least"], part["least"])
-                if progress:
-                    progress(result)
-                if max_tokens is not None and sum(r["tokens"] for r in result.values()) >= max_tokens:
+                total["empty"] += batch["empty"]
+                total["bad"] += batch["bad"]
+                for s, part in batch["splits"].items():
+                    tokens = part.pop("tokens")
+                    writers[s].add(tokens)
+                    for key, n in {"tokens": len(tokens), **part}.items():
+                        total["splits"][s][key] += n
+                    if progress:
+                        progress.advance("tokens", len(tokens))
+                if sum(s["tokens"] for s in total["splits"].values()) >= max_tokens:
                     break
-    for s, writer in writers.items():
-        writer.finish()
-        result[s]["files"] = writer.files
-    return result
+        lines = total["bad"] + total["empty"] + sum(s["documents"] for s in total["splits"].values())
+        if total["bad"] > lines / 100:
+            raise DataError(f"{total['bad']} of {lines} lines are not JSON objects with a text")
+        for s, writer in writers.items():
+            total["splits"][s]["files"] = writer.publish()
+    except BaseException:
+        for writer in writers.values():
+            writer.discard()
+        raise
+    return total
 
 
 def write_meta(directory, tokenizer, source, splits):
@@ -413,7 +481,7 @@ def sections(text, size):
 
 
 def prepare_texts(name, make_texts, source, tokenizer="byte", data_dir="data", val_fraction=0.05, workers=None):
-    """Write a corpus that needs no download and little time: started over when it was interrupted.
+    """Write a corpus that needs little time: started over when it was interrupted.
     make_texts() returns an iterable of documents; source is what meta.json remembers about them."""
     directory = os.path.join(data_dir, name)
     source = {**source, "val_fraction": val_fraction}
@@ -421,16 +489,18 @@ def prepare_texts(name, make_texts, source, tokenizer="byte", data_dir="data", v
         if already_prepared(directory, tokenizer, source):
             return
         encoding, workers = get_tokenizer(tokenizer), workers or os.cpu_count() or 1
-        splits = write_documents(directory, "", make_texts(), encoding, val_fraction, workers)
+        splits = write_documents(directory, "", make_texts(), encoding, val_fraction, workers)["splits"]
         if not splits["val"]["documents"]:      # a handful of documents: the one with the least hash validates
-            least = np.nextafter(splits["train"]["least"], 1)
-            splits = write_documents(directory, "", make_texts(), encoding, least, workers)
+            least = min((content_hash(t.encode("utf-8", "replace")) for t in make_texts()), default=0)
+            splits = write_documents(directory, "", make_texts(), encoding, np.nextafter(least, 1), workers)["splits"]
         if not all(s["documents"] for s in splits.values()):
             raise DataError(f"too little text for {name!r}: {sum(s['text_bytes'] for s in splits.values())} bytes cannot "
-                            "be split into training and validation; add text, at least a few paragraphs")
-        for s in splits.values():
-            del s["least"]
+                            "be split into training and validation; add text, a few paragraphs at least")
         write_meta(directory, tokenizer, source, splits)
+    summary(directory, splits)
+
+
+def summary(directory, splits):
     for s, d in splits.items():
         print(f"{directory}: {s:5} {d['documents']:,} documents, {d['text_bytes']:,} bytes of text, {d['tokens']:,} tokens")
 
@@ -455,12 +525,27 @@ def stdlib_texts():
     return texts
 
 
-def prepare_stdlib(name="stdlib", val_fraction=0.06, **options):
+def prepare_stdlib(name="stdlib", tokenizer="byte", data_dir="data", val_fraction=0.06, workers=None):
     """6% validates: some 0.6 MB, large enough for a steady loss and evaluated in seconds by a small model."""
     texts = stdlib_texts()
     digest = hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()
     prepare_texts(name, lambda: texts, {"kind": "stdlib", "python": sys.version.split()[0], "sha256": digest},
-                  val_fraction=val_fraction, **options)
+                  tokenizer, data_dir, val_fraction, workers)
+
+
+SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt", 1115394,
+               "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")
+
+
+def prepare_shakespeare(name="shakespeare", tokenizer="byte", data_dir="data", val_fraction=0.1, workers=None):
+    """Karpathy's tinyshakespeare, cut into some 280 sections between speeches; a tenth validates, as in nanoGPT."""
+    url, size, sha256 = SHAKESPEARE
+    path = os.path.join(data_dir, "shakespeare.txt")
+    os.makedirs(data_dir, exist_ok=True)
+    if not (os.path.exists(path) and file_sha256(path) == sha256):
+        download(url, path, size, sha256)
+    prepare_texts(name, lambda: own_texts([path], size // 400), {"kind": "shakespeare", "sha256": sha256},
+                  tokenizer, data_dir, val_fraction, workers)
 
 
 def open_text(path):
@@ -513,7 +598,6 @@ def own_texts(files, size):
 
 def sections_of_file(f, path, size, block=1 << 22):
     """sections() of a text file, read a block at a time so that a file of any size needs little memory."""
-    import codecs
     decode, rest = codecs.getincrementaldecoder("utf-8-sig")().decode, ""
     while True:
         data = f.read(block)
@@ -528,8 +612,8 @@ def sections_of_file(f, path, size, block=1 << 22):
         yield from done
 
 
-def prepare_own(paths, name=None, **options):
-    name = name or re.sub(r"[^\w-]", "_", os.path.basename(os.path.normpath(paths[0])).split(".")[0])
+def prepare_own(paths, name=None, tokenizer="byte", data_dir="data", val_fraction=0.05, workers=None):
+    name = name or re.sub(r"[^\w-]", "_", os.path.basename(os.path.abspath(paths[0])).split(".")[0]) or "text"
     if name in COMMANDS:
         raise DataError(f"the name {name!r} belongs to the command; choose another with --name=")
     files = own_files(paths)
@@ -537,22 +621,398 @@ def prepare_own(paths, name=None, **options):
     for path in files:
         digest.update(bytes.fromhex(file_sha256(path)))
         total += os.path.getsize(path)
-    # 400 sections or more, so that 5% of them are a fair sample, but of a page at least and 64 KB at most.
-    size = min(max(total // 400, 1 << 10), 1 << 16)
+    # Some 300 sections, so that 5% of them are a fair sample, but of a paragraph at least and 64 KB at most.
+    size = min(max(total // 400, 1 << 8), 1 << 16)
     source = {"kind": "text", "files": len(files), "bytes": total, "sha256": digest.hexdigest(), "section": size}
-    prepare_texts(name, lambda: own_texts(files, size), source, **options)
+    prepare_texts(name, lambda: own_texts(files, size), source, tokenizer, data_dir, val_fraction, workers)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Downloads
+
+TIMEOUT = (10, 30)          # seconds to connect, and to wait for the next bytes
+TRIES = 8                   # attempts in a row that bring nothing new before a download is given up
+BACKOFF, MAX_WAIT = 1.0, 900    # seconds: waits double from the first, to a minute; a server may ask for up to the second
+
+
+class Again(Exception):
+    """This attempt failed, another one may not. wait: seconds the server asked us to stay away, or None."""
+
+    def __init__(self, why, wait=None):
+        super().__init__(why)
+        self.wait = wait
+
+
+class Progress:
+    """A line about long work, rewritten every second on a terminal, added twice a minute to a log."""
+
+    def __init__(self, total_bytes, total_tokens=0):
+        self.total, self.done = {"bytes": total_bytes, "tokens": total_tokens}, {"bytes": 0, "tokens": 0}
+        self.began = self.shown = time.monotonic()
+        self.every, self.end = (1, "   \r") if sys.stdout.isatty() else (30, "\n")
+
+    def advance(self, unit, n):
+        self.done[unit] += n
+        now = time.monotonic()
+        if now - self.shown < self.every:
+            return
+        self.shown = now
+        rate = {u: self.done[u] / (now - self.began) for u in self.done}
+        unit = "tokens" if self.total["tokens"] else "bytes"
+        left = max(0, self.total[unit] - self.done[unit]) / max(rate[unit], 1)
+        print(f"{self.done['bytes'] / 1e6:,.0f} MB read at {rate['bytes'] / 1e6:.1f} MB/s"
+              + f", {self.done['tokens'] / 1e6:,.1f}M tokens at {rate['tokens'] / 1e6:.2f}M/s" * (unit == "tokens")
+              + f", {left / 3600:.0f} h {left / 60 % 60:02.0f} min left", end=self.end, flush=True)
+
+
+def endpoint():
+    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    if not re.match(r"https?://[^/]", url):
+        raise DataError(f"HF_ENDPOINT={url} is not a web address; it looks like https://huggingface.co")
+    return url
+
+
+def request(url, headers={}):
+    """GET url. A response with status 200, 206 or 416 whose body is still to be read; Again or DataError for others."""
+    headers = {"Accept-Encoding": "identity", **headers}    # lengths and ranges must mean the file's own bytes
+    token = os.environ.get("HF_TOKEN")
+    # requests drops this header when it is redirected to another host, as it is to the Hub's storage.
+    if token and urllib.parse.urlsplit(url)[:2] == urllib.parse.urlsplit(endpoint())[:2]:
+        headers["Authorization"] = f"Bearer {token}"
+    r = requests.get(url, headers=headers, stream=True, timeout=TIMEOUT)
+    code = r.status_code
+    if code in (200, 206, 416) and "text/html" not in r.headers.get("Content-Type", ""):
+        return r
+    r.close()
+    if code in (401, 403):
+        raise DataError(f"{url}: HTTP {code}, access denied; set HF_TOKEN to a token that may read it, and accept the "
+                        "terms on the repository's page if it has any")
+    if code == 404:
+        raise DataError(f"{url}: HTTP 404, there is no such file; check --revision and HF_ENDPOINT")
+    if code in (408, 425, 429) or code >= 500:
+        raise Again(f"HTTP {code}", wait_asked(r.headers))
+    if code < 300:
+        raise Again("a web page came instead of the data; is there a login page between this machine and the network?")
+    raise DataError(f"{url}: HTTP {code}")
+
+
+def wait_asked(headers):
+    """Seconds that Retry-After (a number or a date) or RateLimit ('"api";r=0;t=55', or RateLimit-Reset) asks for."""
+    asked = headers.get("Retry-After") or headers.get("RateLimit-Reset")
+    if not asked and (m := re.search(r"\bt=(\d+)", headers.get("RateLimit", ""))):
+        asked = m[1]
+    with contextlib.suppress(TypeError, ValueError):
+        if not re.fullmatch(r"\d+(\.\d+)?", asked):
+            asked = email.utils.parsedate_to_datetime(asked).timestamp() - time.time()
+        return min(max(float(asked), 0), MAX_WAIT)
+
+
+def retry(attempt, what, tries=TRIES, gained=lambda: 0, stop=threading.Event()):
+    """The result of attempt(), made until it succeeds or fails `tries` times in a row without gaining bytes."""
+    failures, had = 0, gained()
+    while True:
+        try:
+            return attempt()
+        except (Again, requests.RequestException, urllib3.exceptions.HTTPError) as e:
+            if isinstance(e, (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema)):
+                raise DataError(f"{what}: {e}") from None
+            why = str(e) if isinstance(e, Again) else f"no connection, or it broke ({type(e).__name__})"
+            failures = 1 if gained() > had else failures + 1
+            had = gained()
+            if failures >= tries:
+                raise DataError(f"{what}: {why}; gave up after {tries} attempts; run the same command again to go on") from None
+            wait = min(60, BACKOFF * 2 ** (failures - 1)) * random.uniform(0.5, 1)
+            wait = max(wait, getattr(e, "wait", None) or 0)
+            print(f"{what}: {why}; again in {wait:.0f} s", file=sys.stderr)
+        if stop.wait(wait):
+            raise DataError("stopped")
+
+
+def download(url, path, size, sha256=None, tries=TRIES, progress=None, stop=threading.Event()):
+    """Fetch url to `path`, which appears only when it has `size` bytes and the right sha256 (unless that is None).
+    What arrived before an interruption waits in path.part and is continued from."""
+    part = path + ".part"
+
+    def gained():
+        return os.path.getsize(part) if os.path.exists(part) else 0
+
+    def attempt():
+        have = gained()
+        if have < size:
+            with request(url, {"Range": f"bytes={have}-"} if have else {}) as r:
+                if r.status_code == 206 and not r.headers.get("Content-Range", "").startswith(f"bytes {have}-{size - 1}/"):
+                    os.remove(part)
+                    raise Again(f"asked for bytes {have}-{size - 1}, got {r.headers.get('Content-Range')}")
+                if r.status_code == 416:                        # what we have is not a beginning of what they have
+                    os.remove(part)
+                    raise Again("the server has less of it than we do")
+                if r.status_code == 200:                        # the whole file, asked for or not
+                    have = 0
+                if int(r.headers.get("Content-Length", size - have)) != size - have:
+                    raise Again(f"{r.headers['Content-Length']} bytes announced, {size - have} expected")
+                with open(part, "ab" if have else "wb") as f:
+                    while have <= size and (block := r.raw.read(1 << 16, decode_content=False)):
+                        f.write(block)
+                        have += len(block)
+                        if progress:
+                            progress.advance("bytes", len(block))
+                        if stop.is_set():
+                            raise DataError("stopped")
+            if have < size:
+                raise Again(f"the connection ended at {have} of {size} bytes")
+        if have > size or sha256 and file_sha256(part) != sha256:
+            os.remove(part)
+            raise Again("its content is not what was announced (size or sha256)")
+
+    retry(attempt, url, tries, gained, stop)
+    publish(open(part, "ab"), path)
+
+
+def hub_files(kind, repo, revision, pattern):
+    """The files of a Hub repository whose whole name matches: a list of {"file", "url", "size", "sha256"} by name.
+    kind: "datasets/" or "" (models)."""
+    url, found = f"{endpoint()}/api/{kind or 'models/'}{repo}/tree/{revision}?recursive=true", []
+
+    def page():
+        with request(url) as r:
+            try:
+                return json.loads(r.content), r.links.get("next", {}).get("url")
+            except ValueError:
+                raise Again("the listing is not JSON") from None
+
+    while url:
+        entries, following = retry(page, url, tries=4)
+        for e in entries:
+            if e["type"] == "file" and re.fullmatch(pattern, os.path.basename(e["path"])):
+                link = f"{endpoint()}/{kind}{repo}/resolve/{revision}/{urllib.parse.quote(e['path'])}"
+                found.append({"file": os.path.basename(e["path"]), "url": link, "size": e["size"],
+                              "sha256": e.get("lfs", {}).get("oid")})
+        url = following and urllib.parse.urljoin(url, following)
+    if not found:
+        raise DataError(f"{repo} at revision {revision} has no file named like {pattern}; check --revision")
+    return sorted(found, key=lambda f: f["file"])
+
+
+def need_disk(directory, needed):
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise DataError(f"{directory} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed; free some space and "
+                        "run the same command again to go on")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Large corpora: the paper's, and a tokenized one
+
+CCCC = "common-pile/cccc_filtered"
+TOKENS_PER_BYTE = 0.62      # of gzipped input; the whole corpus: 14B tokens from 22.5 GB
+WORKER_SPEED = 2.0e6        # tokens/s of one worker on one core of a 2020s server, measured
+
+
+def prepare_cccc(name="cccc", data_dir="data", tokenizer="gpt2", max_tokens=math.inf, files=None, workers=None, dry_run=False,
+                 val_fraction=0.0005, revision="03a3de5713a0bb23267d26724346508af0f25327"):
+    """common-pile/cccc_filtered (Common Crawl's openly licensed pages): gzipped lines of JSON, of which the text counts.
+
+    manifest.json is the memory of the run: the settings, the inputs, and the result of each finished one. Each input
+    has its own output files, so whatever was not finished is simply done again. One input is downloaded while another
+    is tokenized. 0.05% validates: 7M tokens of the whole corpus, as much as nanoGPT takes from OpenWebText.
+    Memory: 2*workers+2 batches of 1 MB of text in flight, or of a single line of up to 64 MB.
+    """
+    directory, workers = os.path.join(data_dir, name), workers or os.cpu_count() or 1
+    where, inputs_dir = os.path.join(directory, "manifest.json"), os.path.join(directory, "inputs")
+    settings = {"kind": "cccc", "repository": CCCC, "revision": revision, "tokenizer": tokenizer, "files": files,
+                "max_tokens": None if max_tokens == math.inf else int(max_tokens), "val_fraction": val_fraction}
+    with contextlib.nullcontext() if dry_run else locked(directory):
+        if os.path.exists(where):
+            with open(where, encoding="utf-8") as f:
+                manifest = json.load(f)
+            for key, value in settings.items():
+                if manifest["settings"].get(key) != value:
+                    raise DataError(f"{directory} was begun with {key} = {manifest['settings'].get(key)}, not {value}; go on with "
+                                    f"that, or choose another --name, or remove {directory}")
+        else:
+            found = hub_files("datasets/", CCCC, revision, r"dolma-cccc-filtered-\d{4}\.json\.gz")[:files]
+            manifest = {"settings": settings, "inputs": [{**f, "result": None} for f in found]}
+        inputs = manifest["inputs"]
+
+        def tokens():
+            return sum(s["tokens"] for i in inputs if i["result"] for s in i["result"]["splits"].values())
+
+        todo = [i for i in inputs if not i["result"]] if tokens() < max_tokens else []
+        estimate = min(max_tokens - tokens(), TOKENS_PER_BYTE * sum(i["size"] for i in todo))
+        load, largest = estimate / TOKENS_PER_BYTE, max((i["size"] for i in todo), default=0)
+        print(f"{CCCC}: {len(inputs)} files, {len(inputs) - len(todo)} done. To do: about {load / 1e9:.1f} GB to download "
+              f"({load / 25e6 / 3600:.1f} h at 25 MB/s), {estimate / 1e9:.2f}B tokens ({estimate / WORKER_SPEED / workers / 3600:.1f} h "
+              f"with {workers} workers, at the same time), {(2 * estimate + 3 * largest) / 1e9:.1f} GB of disk")
+        if dry_run:
+            return
+        need_disk(directory, 2 * estimate + min(load, 3 * largest))
+        encoding = get_tokenizer(tokenizer)
+        os.makedirs(inputs_dir, exist_ok=True)
+        write_json(where, manifest)
+        progress, stop = Progress(load, estimate), threading.Event()
+
+        def fetch(item):
+            path = os.path.join(inputs_dir, item["file"])
+            if not os.path.exists(path):
+                download(item["url"], path, item["size"], item["sha256"], progress=progress, stop=stop)
+            return item, path
+
+        with ThreadPoolExecutor(1) as downloader:
+            try:
+                for item, path in in_order(downloader, fetch, todo, 2):
+                    need_disk(directory, 2 * TOKENS_PER_BYTE * item["size"])
+                    stem = "-" + re.search(r"\d{4}", item["file"])[0]
+                    try:
+                        item["result"] = write_documents(directory, stem, json_lines(path), encoding, val_fraction, workers,
+                                                         max_tokens - tokens(), progress)
+                    except (EOFError, zlib.error, gzip.BadGzipFile, DataError) as e:
+                        os.remove(path)
+                        raise DataError(f"{item['file']}: {e}; nothing of it was kept; run the same command again to fetch "
+                                        "it anew, or leave it out with --files") from None
+                    write_json(where, manifest)
+                    os.remove(path)
+                    if tokens() >= max_tokens:
+                        break
+            finally:
+                stop.set()
+        shutil.rmtree(inputs_dir)
+        splits = {}
+        for s in ("train", "val"):
+            parts = [i["result"]["splits"][s] for i in inputs if i["result"]]
+            splits[s] = {k: sum(p[k] for p in parts) for k in ("tokens", "documents", "text_bytes")}
+            splits[s]["files"] = [f for p in parts for f in p["files"]]
+        write_meta(directory, tokenizer, settings, splits)
+    summary(directory, splits)
+
+
+def json_lines(path):
+    """The lines of a gzipped file as bytes, the end of the gzip stream checked. Overlong ones come cut and count as bad."""
+    with gzip.open(path, "rb") as f:
+        while line := f.readline(LINE_BYTES):
+            yield line
+            while len(line) == LINE_BYTES and not line.endswith(b"\n"):
+                line = f.readline(LINE_BYTES)
+
+
+def prepare_fineweb(name="fineweb", data_dir="data", shards=103, dry_run=False, revision="main"):
+    """kjj0/fineweb10B-gpt2: 103 training shards of 100M GPT-2 tokens and one for validation, used as they come: 256
+    int32 (20240520, 1, number of tokens), then uint16. Ask for more shards later and the rest is fetched."""
+    directory, splits = os.path.join(data_dir, name), {}
+    found = hub_files("datasets/", "kjj0/fineweb10B-gpt2", revision, r"fineweb_(train|val)_\d{6}\.bin")
+    for s, last in ("train", shards), ("val", None):
+        splits[s] = [f for f in found if f["file"].startswith("fineweb_" + s)][:last]
+    todo = [f for fs in splits.values() for f in fs if not os.path.exists(os.path.join(directory, f["file"]))]
+    load = sum(f["size"] for f in todo)
+    print(f"fineweb: {len(todo)} files to download, {load / 1e9:.1f} GB ({load / 25e6 / 3600:.1f} h at 25 MB/s), as much disk")
+    if dry_run:
+        return
+    with locked(directory):
+        need_disk(directory, load)
+        progress = Progress(load)
+        for s, files in splits.items():
+            for i, f in enumerate(files):
+                path = os.path.join(directory, f["file"])
+                if not os.path.exists(path):
+                    download(f["url"], path, f["size"], f["sha256"], progress=progress)
+                header = np.fromfile(path, "<i4", 256)
+                if len(header) < 256 or tuple(header[:2]) != (20240520, 1) or f["size"] != 1024 + 2 * header[2]:
+                    raise DataError(f"{path} is not a token shard of {f['size']} bytes (its header says otherwise); remove it")
+                files[i] = {"name": f["file"], "tokens": int(header[2]), "sha256": f["sha256"], "offset": 1024}
+            splits[s] = {"files": files, "tokens": sum(f["tokens"] for f in files), "documents": None, "text_bytes": None}
+        write_meta(directory, "gpt2", {"kind": "fineweb", "revision": revision}, splits)
+    print(f"{directory}: {splits['train']['tokens']:,} training and {splits['val']['tokens']:,} validation tokens")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPT-2's weights
+
+def read_safetensors(path):
+    """{name: tensor} of a .safetensors file: 8 bytes of length, a JSON header with dtype, shape and place of every
+    tensor, then the tensors. They are views of the mapped file: nothing is read before it is used."""
+    import torch
+    data = np.memmap(path, np.uint8, "c")                       # copy on write: torch wants writable memory
+    try:
+        length = int(data[:8].view("<u8")[0])
+        header = json.loads(data[8:8 + length].tobytes())
+        header.pop("__metadata__", None)
+        dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        tensors = {}
+        for name, h in header.items():
+            if h["dtype"] in dtypes:                            # others are masks, which nobody needs
+                begin, end = (8 + length + o for o in h["data_offsets"])
+                tensors[name] = torch.from_numpy(data[begin:end]).view(dtypes[h["dtype"]]).view(h["shape"])
+        return tensors
+    except (ValueError, KeyError, IndexError, TypeError, RuntimeError) as e:
+        raise DataError(f"{path} is not a safetensors file ({e})") from None
+
+
+def convert_gpt2(tensors):
+    """Tensors by OpenAI's names (with or without the prefix "transformer.") -> this project's checkpoint, a dict.
+    GPT-2 stores its linear layers as (in, out), we as (out, in)."""
+    tensors = {k.removeprefix("transformer."): v for k, v in tensors.items()}
+    model = {"wte.weight": tensors["wte.weight"], "wpe.weight": tensors["wpe.weight"],
+             "norm.weight": tensors["ln_f.weight"], "norm.bias": tensors["ln_f.bias"]}
+    layers = {"norm1": "ln_1", "attn.qkv": "attn.c_attn", "attn.out": "attn.c_proj", "norm2": "ln_2",
+              "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    n_layer = 1 + max(int(k.split(".")[1]) for k in tensors if k.startswith("h."))
+    for i in range(n_layer):
+        for ours, theirs in layers.items():
+            weight = tensors[f"h.{i}.{theirs}.weight"]
+            model[f"prelude.{i}.{ours}.weight"] = weight.T.contiguous() if weight.dim() == 2 else weight
+            model[f"prelude.{i}.{ours}.bias"] = tensors[f"h.{i}.{theirs}.bias"]
+    (vocab_size, n_embd), block_size = model["wte.weight"].shape, len(model["wpe.weight"])
+    settings = dict(variant="dense", n_prelude=n_layer, n_core=0, n_coda=0, recurrence=1, n_embd=n_embd,
+                    n_head=n_embd // 64, block_size=block_size, vocab_size=vocab_size, bias=True, dropout=0.0, gelu="tanh",
+                    tokenizer="gpt2")
+    return {"model": {k: v.float() for k, v in model.items()}, "settings": settings, "step": 0}
+
+
+def prepare_gpt2(name, out_dir="out", revision="main"):
+    """Fetch OpenAI's weights and write them as out_dir/name/latest.pt."""
+    import torch
+    directory = os.path.join(out_dir, name)
+    weights, target = os.path.join(directory, "model.safetensors"), os.path.join(directory, "latest.pt")
+    with locked(directory):
+        if os.path.exists(target):
+            return print(f"{target} is already there")
+        found, = hub_files("", f"openai-community/{name}", revision, r"model\.safetensors")
+        need_disk(directory, 2.1 * found["size"])
+        if not os.path.exists(weights):
+            download(found["url"], weights, found["size"], found["sha256"], progress=Progress(found["size"]))
+        try:
+            checkpoint = convert_gpt2(read_safetensors(weights))
+        except KeyError as e:
+            raise DataError(f"{weights} has no tensor {e}: not a GPT-2; remove it") from None
+        f = open(target + ".tmp", "wb")
+        torch.save(checkpoint, f)
+        publish(f, target)
+        os.remove(weights)
+    print(f"{target}: {sum(v.numel() for v in checkpoint['model'].values()):,} parameters; try python sample.py --run={directory}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
-COMMANDS = {"stdlib": prepare_stdlib}
-FLAGS = {"name": str, "tokenizer": str, "data_dir": str, "val_fraction": float, "workers": int}
+FLAGS = {           # flag: (kind, meaning)
+    "name": (str, "folder under data_dir; default: the command, or the first file"),
+    "data_dir": (str, "where datasets live; default: data"),
+    "out_dir": (str, "where gpt2 puts its checkpoint; default: out"),
+    "tokenizer": (str, "byte (default for small corpora) or gpt2"),
+    "val_fraction": (float, "of the documents that validate; default: 0.05, cccc 0.0005"),
+    "max_tokens": (int, "stop cccc after about so many tokens, say 10e9"),
+    "files": (int, "take only the first so many files of cccc"),
+    "shards": (int, "take only the first so many training shards of fineweb, 100M tokens each"),
+    "revision": (str, "of the Hub repository"),
+    "workers": (int, "tokenizer threads; default: one per core"),
+    "dry_run": (bool, "say what cccc or fineweb will cost, and stop"),
+}
+COMMANDS = {"stdlib": prepare_stdlib, "shakespeare": prepare_shakespeare, "cccc": prepare_cccc, "fineweb": prepare_fineweb,
+            **{n: functools.partial(prepare_gpt2, n) for n in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}}
 
 
 def suggest(word, known, what=""):
     close = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {what}{close[0]!r}?" if close else ""
+    return f"; did you mean {what}{close[0]}?" if close else ""
 
 
 def parse(argv):
@@ -562,23 +1022,28 @@ def parse(argv):
         if not arg.startswith("--"):
             words.append(arg)
             continue
-        flag, has_value, value = arg[2:].partition("=")
+        flag, equals, value = arg[2:].partition("=")
         if flag not in FLAGS:
-            raise DataError(f"unknown flag --{flag}{suggest(flag, FLAGS)}; see python prepare.py --help")
-        kind = FLAGS[flag]
+            raise DataError(f"unknown flag --{flag}{suggest(flag, FLAGS, '--')}; see python prepare.py --help")
+        kind = FLAGS[flag][0]
         try:
-            if not has_value:
+            if kind is bool:
+                flags[flag] = {"": True, "True": True, "true": True, "1": True, "False": False, "false": False, "0": False}[value]
+            elif not value:
                 raise ValueError
-            number = float(value) if kind in (int, float) else None
-            if kind is int and (number != int(number) or number < 1) or kind is float and not 0 < number < 1:
-                raise ValueError
-            flags[flag] = value if kind is str else kind(number)
-        except (ValueError, OverflowError):
-            rule = {int: "a whole number from 1", float: "a number between 0 and 1", str: "a value"}[kind]
-            raise DataError(f"--{flag} needs {rule}: --{flag}=..., not {arg!r}") from None
-    if "name" in flags and not re.fullmatch(r"\w[\w.-]*", flags["name"]):
+            elif kind is str:
+                flags[flag] = value
+            else:
+                number = float(value)                           # so that 10e9 is a number of tokens
+                if kind is int and (number < 1 or number != int(number)) or kind is float and not 0 < number < 1:
+                    raise ValueError
+                flags[flag] = kind(number)
+        except (ValueError, KeyError, OverflowError):
+            rule = {int: "a whole number from 1", float: "a number between 0 and 1", str: "a value", bool: "True or False"}
+            raise DataError(f"--{flag} needs {rule[kind]}, as --{flag}=...; got {arg!r}") from None
+    if not re.fullmatch(r"\w[\w.-]*", flags.get("name", "x")):
         raise DataError(f"--name={flags['name']} is not a plain name: letters, digits, - and _")
-    if "tokenizer" in flags and flags["tokenizer"] not in TOKENIZERS:
+    if flags.get("tokenizer", "byte") not in TOKENIZERS:
         raise DataError(f"unknown tokenizer {flags['tokenizer']!r}; known: {', '.join(TOKENIZERS)}")
     return words, flags
 
@@ -587,20 +1052,24 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
+        for flag, (_, meaning) in FLAGS.items():
+            print(f"    --{flag + '=...':18} {meaning}")
         return 0
     try:
         words, flags = parse(argv)
         if not words:
-            raise DataError("say what to prepare: one of " + ", ".join(COMMANDS) + ", or your own files")
-        if words[0] in COMMANDS and len(words) == 1:
-            COMMANDS[words[0]](**flags)
-        else:
-            prepare_own(words, **flags)
+            raise DataError(f"say what to prepare: {', '.join(COMMANDS)}, or files of your own")
+        command = COMMANDS.get(words[0]) if len(words) == 1 else None
+        command = command or functools.partial(prepare_own, words)
+        for flag in flags:
+            if flag not in inspect.signature(command).parameters:
+                raise DataError(f"--{flag} means nothing to {' '.join(words)}; see python prepare.py --help")
+        command(**flags)
     except DataError as e:
         print(f"prepare.py: {e}", file=sys.stderr)
         return 2
     except OSError as e:
-        hint = "; free some space and run the same command again" if e.errno == errno.ENOSPC else ""
+        hint = "; free some space and run the same command again to go on" if e.errno == errno.ENOSPC else ""
         print(f"prepare.py: {e}{hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
