@@ -21,7 +21,6 @@ In reading order: reading a dataset, tokenizers, writing a dataset, small corpor
 weights, the command line.
 """
 import bisect
-import codecs
 import contextlib
 import difflib
 import email.utils
@@ -30,6 +29,7 @@ import functools
 import gzip
 import hashlib
 import inspect
+import io
 import json
 import math
 import os
@@ -130,63 +130,55 @@ def open_dataset(name, data_dir="data"):
     datasets. The one called stdlib is made on the spot when it is missing. DataError otherwise."""
     directory = os.path.join(data_dir, name)
     where = os.path.join(directory, "meta.json")
-    if not os.path.exists(where) and name == "stdlib":
+    if not os.path.exists(where):
+        if name != "stdlib":
+            args = (name if name in COMMANDS else f"your_text.txt --name={name}") + f" --data_dir={data_dir}" * (data_dir != "data")
+            raise DataError(f"no dataset {name!r}: {where} is missing; make it with: python prepare.py {args}")
         print(f"{directory} does not exist yet: preparing it (python prepare.py stdlib)")
         prepare_stdlib(data_dir=data_dir)
-    again = f"remove {directory} and run python prepare.py again"
-    try:
-        with open(where, encoding="utf-8") as f:
-            meta = json.load(f)
-    except FileNotFoundError:
-        args = name if name in COMMANDS else f"your_text.txt --name={name}"
-        if data_dir != "data":
-            args += f" --data_dir={data_dir}"
-        raise DataError(f"no dataset {name!r}: {where} is missing; make it with: python prepare.py {args}") from None
-    except ValueError as e:
-        raise DataError(f"{where} is not readable ({e}); {again}") from None
+
+    def refuse(what):
+        raise DataError(f"{what}; remove {directory} and run python prepare.py again") from None
+
+    meta = read_json(where)
     try:
         if meta["format"] != FORMAT:
-            raise DataError(f"{where} has format {meta['format']}, this program reads {FORMAT}; {again}")
-        if meta["tokenizer"] not in TOKENIZERS:
-            raise DataError(f"{where}: unknown tokenizer {meta['tokenizer']!r}; known: {', '.join(TOKENIZERS)}")
-        if (meta["vocab_size"], meta["separator"]) != TOKENIZERS[meta["tokenizer"]]:
-            raise DataError(f"{where}: vocab_size {meta['vocab_size']} and separator {meta['separator']} are not those of "
-                            f"tokenizer {meta['tokenizer']!r} {TOKENIZERS[meta['tokenizer']]}; {again}")
-        total = sum(f["tokens"] for s in ("train", "val") for f in meta["splits"][s]["files"])
+            refuse(f"{where} has format {meta['format']}, this program reads {FORMAT}")
+        tokenizer, known = meta["tokenizer"], TOKENIZERS.get(meta["tokenizer"])
+        if (meta["vocab_size"], meta["separator"]) != known:
+            refuse(f"{where}: vocabulary {meta['vocab_size']} and separator {meta['separator']} with tokenizer {tokenizer!r}, which "
+                   + (f"has {known[0]} and {known[1]}" if known else f"is not one of {', '.join(TOKENIZERS)}"))
+        small = 2 * sum(s["tokens"] for s in meta["splits"].values()) < HASH_BELOW
         streams = {}
         for split in ("train", "val"):
-            files = []
-            for f in meta["splits"][split]["files"]:
-                path = os.path.join(directory, os.path.basename(f["name"]))
-                expected = f["offset"] + 2 * f["tokens"]
-                size = os.path.getsize(path) if os.path.exists(path) else None
+            files = [(os.path.join(directory, os.path.basename(f["name"])), f["tokens"], f["offset"], f["sha256"])
+                     for f in meta["splits"][split]["files"]]
+            for path, tokens, offset, sha256 in files:
+                size, expected = os.path.getsize(path) if os.path.exists(path) else "no", offset + 2 * tokens
                 if size != expected:
-                    found = "is missing" if size is None else f"has {size} bytes, its metadata says {expected}"
-                    raise DataError(f"{path} {found}; {again}")
-                if 2 * total < HASH_BELOW and f["sha256"] and file_sha256(path) != f["sha256"]:
-                    raise DataError(f"{path} is not what its metadata says (sha256 differs); {again}")
-                files.append((path, f["tokens"], f["offset"]))
-            streams[split] = TokenStream(files)
+                    refuse(f"{path} has {size} bytes, its metadata says {expected}")
+                if small and sha256 and file_sha256(path) != sha256:
+                    refuse(f"{path} is not what its metadata says (sha256 differs)")
+            streams[split] = TokenStream([f[:3] for f in files])
             if len(streams[split]) != meta["splits"][split]["tokens"]:
-                raise DataError(f"{where}: the {split} files do not add up to its token count; {again}")
-        identity = hashlib.sha256(json.dumps([meta["tokenizer"], meta["splits"]], sort_keys=True).encode())
-        return Dataset(name, meta["tokenizer"], meta["vocab_size"], meta["separator"], meta,
-                       identity.hexdigest()[:12], streams["train"], streams["val"])
+                refuse(f"{where}: the {split} files do not add up to its token count")
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as e:
-        raise DataError(f"{where} is damaged ({type(e).__name__}: {e}); {again}") from None
+        refuse(f"{where} is damaged ({type(e).__name__}: {e})")
+    identity = hashlib.sha256(json.dumps([tokenizer, meta["splits"]], sort_keys=True).encode()).hexdigest()[:12]
+    return Dataset(name, tokenizer, *known, meta, identity, streams["train"], streams["val"])
 
 
 def shuffled(n, i, seed):
-    """Element i of a pseudo-random permutation of range(n) that `seed` (any integer) selects, without storing it.
+    """Element i of a pseudo-random permutation of range(n) that `seed` (modulo 2^64) selects, without storing it.
 
-    A Feistel network permutes the 4^k >= n numbers of 2k bits whatever its round function is; results >= n are fed
-    through again until one falls below n ("cycle walking", Black and Rogaway 2002; fewer than 4 rounds on average),
-    which is a permutation of range(n). Calling it for i = 0 .. n-1 visits every window once per epoch.
+    A Feistel network permutes the 4^k >= n numbers of 2k bits, whatever its round function is; a result >= n is fed
+    through again until it falls below n ("cycle walking", Black and Rogaway 2002; fewer than 4 times on average), which
+    permutes range(n). Calling it for i = 0 .. n-1 visits every window once per epoch.
     """
     if not 0 <= i < n:
         raise IndexError(f"element {i} of a permutation of {n}")
     k = max(1, (int(n - 1).bit_length() + 1) // 2)
-    keys = [_mix(seed + 0x9E3779B97F4A7C15 * (r + 1)) for r in range(6)]
+    keys = [_mix(_mix(seed) + r) for r in range(6)]
     x = int(i)
     while True:
         left, right = x >> k, x & ((1 << k) - 1)
@@ -272,8 +264,15 @@ def publish(f, path):
 def write_json(path, value):
     f = open(path + ".tmp", "w", encoding="utf-8")
     json.dump(value, f, indent=1)
-    f.write("\n")
     publish(f, path)
+
+
+def read_json(path):
+    try:
+        with open(path, encoding="utf-8") as f:
+            return json.load(f)
+    except ValueError as e:
+        raise DataError(f"{path} is damaged ({e}); remove {os.path.dirname(path)} and run python prepare.py again") from None
 
 
 @contextlib.contextmanager
@@ -334,13 +333,15 @@ def content_hash(raw):
 
 
 def text_of(line):
-    """The text of one line of JSON (bytes); "" when it is missing, null or empty. ValueError for a bad line."""
+    """The text in a line of JSON (str or bytes); "" when it is missing, null or empty. ValueError for a bad line."""
     if len(line) >= LINE_BYTES:
-        raise ValueError("line too long")
-    value = json.loads(line.decode("utf-8-sig"))
-    text = value.get("text") or "" if isinstance(value, dict) else None
+        raise ValueError("too long")
+    try:
+        text = json.loads(line.removeprefix(b"\xef\xbb\xbf") if isinstance(line, bytes) else line).get("text") or ""
+    except (AttributeError, RecursionError):
+        raise ValueError("not an object") from None
     if not isinstance(text, str):
-        raise ValueError("not an object with a text")
+        raise ValueError("text is not a string")
     return text
 
 
@@ -353,7 +354,7 @@ def encode_batch(tokenizer, items, val_fraction):
     for item in items:
         try:
             text = item if isinstance(item, str) else text_of(item)
-        except (ValueError, RecursionError):
+        except ValueError:
             count["bad"] += 1
             continue
         if not text:
@@ -408,6 +409,7 @@ def write_documents(directory, stem, items, tokenizer, val_fraction, workers, ma
     that reaches max_tokens. What is written does not depend on `workers`. These are threads: tiktoken works outside
     the interpreter lock, and there is nothing to copy between processes, nor a process for a kill to leave behind.
     """
+    workers = workers or os.cpu_count() or 1
     total = {"empty": 0, "bad": 0, "splits": {s: {"tokens": 0, "documents": 0, "text_bytes": 0} for s in ("train", "val")}}
     writers = {s: ShardWriter(directory, s + stem) for s in total["splits"]}
     try:
@@ -437,72 +439,59 @@ def write_documents(directory, stem, items, tokenizer, val_fraction, workers, ma
     return total
 
 
-def write_meta(directory, tokenizer, source, splits):
-    """Write meta.json: from here on the dataset exists."""
+def write_meta(directory, source, splits):
+    """Write meta.json, from where on the dataset exists, and say what it holds."""
+    vocab_size, separator = TOKENIZERS[source["tokenizer"]]
     write_json(os.path.join(directory, "meta.json"), {
-        "format": FORMAT, "tokenizer": tokenizer, "vocab_size": TOKENIZERS[tokenizer][0],
-        "separator": TOKENIZERS[tokenizer][1], "dtype": "<u2", "source": source, "splits": splits})
+        "format": FORMAT, "tokenizer": source["tokenizer"], "vocab_size": vocab_size, "separator": separator,
+        "source": source, "splits": splits})
+    for s, d in splits.items():
+        print(f"{directory}: {s:5} {d['tokens']:13,} tokens" + (
+            f" from {d['documents']:,} documents, {d['text_bytes']:,} bytes of text" if d["documents"] else ""))
 
 
-def already_prepared(directory, tokenizer, source):
-    """True when `directory` holds just this dataset; DataError when it holds another one, which we do not touch."""
-    where = os.path.join(directory, "meta.json")
-    if not os.path.exists(where):
-        return False
-    try:
-        with open(where, encoding="utf-8") as f:
-            meta = json.load(f)
-        have = {"tokenizer": meta["tokenizer"], **meta["source"]}
-    except (ValueError, KeyError, TypeError):
-        raise DataError(f"{where} is damaged; remove {directory} and run this again") from None
-    want = {"tokenizer": tokenizer, **source}
-    for key in want:
-        if have.get(key) != want[key]:
-            raise DataError(f"{directory} already holds a dataset with {key} = {have.get(key)!r}, not {want[key]!r}; "
-                            f"choose another --name, or remove {directory} first")
-    print(f"{directory} is already prepared")
-    return True
+def check_settings(directory, have, want):
+    """DataError where `directory` was made with other settings: we neither mix nor overwrite."""
+    for key, value in want.items():
+        if have.get(key) != value:
+            raise DataError(f"{directory} was made with {key} = {have.get(key)!r}, not {value!r}; choose another --name, or "
+                            f"remove {directory} first")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Small corpora: the standard library, Shakespeare, a person's own text
 
 def sections(text, size):
-    """Cut a document longer than 2*size characters into sections of size .. 2*size, after a blank line if there is
-    one, else after a line, else after a space, else anywhere. So a single long text still gives both splits."""
+    """Cut a text longer than 2*size characters into sections of size .. 2*size, after a blank line if there is one, else
+    after a line, else after a space, else anywhere. So a single long document still gives both splits."""
     start = 0
     while len(text) - start > 2 * size:
-        low, high = start + size, start + 2 * size
+        low, high = start + size, min(start + 2 * size, len(text) - size)
         cut = next((i + len(mark) for mark in ("\n\n", "\n", " ") if (i := text.rfind(mark, low, high)) >= 0), high)
         yield text[start:cut]
         start = cut
-    if text[start:].strip():
-        yield text[start:]
+    yield text[start:]
 
 
-def prepare_texts(name, make_texts, source, tokenizer="byte", data_dir="data", val_fraction=0.05, workers=None):
+def prepare_texts(name, make_texts, source, tokenizer, data_dir, val_fraction, workers):
     """Write a corpus that needs little time: started over when it was interrupted.
     make_texts() returns an iterable of documents; source is what meta.json remembers about them."""
     directory = os.path.join(data_dir, name)
-    source = {**source, "val_fraction": val_fraction}
+    source = {**source, "tokenizer": tokenizer, "val_fraction": val_fraction}
     with locked(directory):
-        if already_prepared(directory, tokenizer, source):
-            return
-        encoding, workers = get_tokenizer(tokenizer), workers or os.cpu_count() or 1
-        splits = write_documents(directory, "", make_texts(), encoding, val_fraction, workers)["splits"]
+        where = os.path.join(directory, "meta.json")
+        if os.path.exists(where):
+            check_settings(directory, read_json(where).get("source", {}), source)
+            return print(f"{directory} is already prepared")
+        encoding, progress = get_tokenizer(tokenizer), Progress()
+        splits = write_documents(directory, "", make_texts(), encoding, val_fraction, workers, progress=progress)["splits"]
         if not splits["val"]["documents"]:      # a handful of documents: the one with the least hash validates
-            least = min((content_hash(t.encode("utf-8", "replace")) for t in make_texts()), default=0)
+            least = min((content_hash(t.encode("utf-8", "replace")) for t in make_texts() if t), default=0)
             splits = write_documents(directory, "", make_texts(), encoding, np.nextafter(least, 1), workers)["splits"]
         if not all(s["documents"] for s in splits.values()):
             raise DataError(f"too little text for {name!r}: {sum(s['text_bytes'] for s in splits.values())} bytes cannot "
                             "be split into training and validation; add text, a few paragraphs at least")
-        write_meta(directory, tokenizer, source, splits)
-    summary(directory, splits)
-
-
-def summary(directory, splits):
-    for s, d in splits.items():
-        print(f"{directory}: {s:5} {d['documents']:,} documents, {d['text_bytes']:,} bytes of text, {d['tokens']:,} tokens")
+        write_meta(directory, source, splits)
 
 
 def stdlib_texts():
@@ -548,68 +537,56 @@ def prepare_shakespeare(name="shakespeare", tokenizer="byte", data_dir="data", v
                   tokenizer, data_dir, val_fraction, workers)
 
 
-def open_text(path):
-    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
-
-
 def own_files(paths):
-    """The files among `paths` and below its folders; in folders, hidden files and those that are not text are left
-    out. Each path once, in the order of their names."""
+    """The files among `paths` and below its folders, by name, each once. Named files must be text; in folders, hidden
+    files and those that are not text are left out."""
     found, ignored = set(), 0
     for path in paths:
         if not os.path.exists(path):
             raise DataError(f"no file or folder {path!r}" + suggest(path, COMMANDS, "command "))
-        if os.path.isfile(path):
+        if not os.path.isdir(path):
             found.add(path)
         for folder, folders, files in os.walk(path):
             folders[:] = [f for f in folders if not f.startswith(".")]
             for f in (os.path.join(folder, f) for f in files if not f.startswith(".")):
-                with open_text(f) as handle:
-                    try:
-                        is_text = b"\0" not in handle.read(1 << 14)
-                    except OSError:
-                        is_text = False
+                try:
+                    with open_plain(f) as head:
+                        is_text = os.path.isfile(f) and b"\0" not in head.read(1 << 14)
+                except (OSError, EOFError, zlib.error):
+                    is_text = False
                 if is_text:
                     found.add(f)
-                else:
-                    ignored += 1
+                ignored += not is_text
     if ignored:
         print(f"{ignored} files that are not text are left out")
     return sorted(found)
 
 
+def open_plain(path):
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+
+
 def own_texts(files, size):
-    """The documents of a person's files: a line of .jsonl is one, any other file is one; long ones are cut."""
+    """The documents of a person's files: a line of .jsonl is one, any other file is one; long ones are cut. Files are
+    read in blocks, so their size does not matter."""
     for path in files:
-        with open_text(path) as f:
-            if path.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
-                for number, line in enumerate(f, 1):
-                    if line.strip():
+        try:
+            with io.TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline="") as f:
+                if path.removesuffix(".gz").endswith(".jsonl"):
+                    for number, line in enumerate(f, 1):
                         try:
-                            text = json.loads(line.decode("utf-8-sig"))["text"]
-                            if not isinstance(text, str):
-                                raise TypeError
-                        except (ValueError, TypeError, KeyError):
+                            text = text_of(line) if line.strip() else ""
+                        except ValueError:
                             raise DataError(f"{path}, line {number}: not a JSON object with a string \"text\"") from None
                         yield from sections(text, size)
-            else:
-                yield from sections_of_file(f, path, size)
-
-
-def sections_of_file(f, path, size, block=1 << 22):
-    """sections() of a text file, read a block at a time so that a file of any size needs little memory."""
-    decode, rest = codecs.getincrementaldecoder("utf-8-sig")().decode, ""
-    while True:
-        data = f.read(block)
-        try:
-            rest += decode(data, final=not data)
-        except UnicodeDecodeError:
-            raise DataError(f"{path} is not UTF-8 text; convert it (iconv -f latin1 -t utf-8) or leave it out") from None
-        if not data:
-            yield from sections(rest, size)
-            return
-        *done, rest = [*sections(rest, size)] or [""]
-        yield from done
+                else:
+                    rest = ""
+                    while block := f.read(1 << 22):
+                        *done, rest = sections(rest + block, size)
+                        yield from done
+                    yield rest
+        except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as e:
+            raise DataError(f"{path} is not UTF-8 text ({e}); convert it (iconv -f latin1 -t utf-8) or leave it out") from None
 
 
 def prepare_own(paths, name=None, tokenizer="byte", data_dir="data", val_fraction=0.05, workers=None):
@@ -644,10 +621,11 @@ class Again(Exception):
 
 
 class Progress:
-    """A line about long work, rewritten every second on a terminal, added twice a minute to a log."""
+    """A line about long work, rewritten every second on a terminal, added twice a minute to a log. total: what is
+    expected of each unit ("B" downloaded, "tokens" written); the last one named tells the time left."""
 
-    def __init__(self, total_bytes, total_tokens=0):
-        self.total, self.done = {"bytes": total_bytes, "tokens": total_tokens}, {"bytes": 0, "tokens": 0}
+    def __init__(self, **total):
+        self.total, self.done = total, dict.fromkeys(total or ["tokens"], 0)
         self.began = self.shown = time.monotonic()
         self.every, self.end = (1, "   \r") if sys.stdout.isatty() else (30, "\n")
 
@@ -656,13 +634,14 @@ class Progress:
         now = time.monotonic()
         if now - self.shown < self.every:
             return
-        self.shown = now
-        rate = {u: self.done[u] / (now - self.began) for u in self.done}
-        unit = "tokens" if self.total["tokens"] else "bytes"
-        left = max(0, self.total[unit] - self.done[unit]) / max(rate[unit], 1)
-        print(f"{self.done['bytes'] / 1e6:,.0f} MB read at {rate['bytes'] / 1e6:.1f} MB/s"
-              + f", {self.done['tokens'] / 1e6:,.1f}M tokens at {rate['tokens'] / 1e6:.2f}M/s" * (unit == "tokens")
-              + f", {left / 3600:.0f} h {left / 60 % 60:02.0f} min left", end=self.end, flush=True)
+        self.shown, parts = now, []
+        for unit, done in self.done.items():
+            rate = done / (now - self.began)
+            parts.append(f"{done / 1e6:,.1f} M{unit} at {rate / 1e6:.2f} M{unit}/s")
+        if self.total:
+            minutes = max(0, self.total[unit] - done) / max(rate, 1) / 60
+            parts.append(f"{minutes // 60:.0f} h {minutes % 60:02.0f} min left")
+        print(", ".join(parts), end=self.end, flush=True)
 
 
 def endpoint():
@@ -681,7 +660,8 @@ def request(url, headers={}):
         headers["Authorization"] = f"Bearer {token}"
     r = requests.get(url, headers=headers, stream=True, timeout=TIMEOUT)
     code = r.status_code
-    if code in (200, 206, 416) and "text/html" not in r.headers.get("Content-Type", ""):
+    page = "text/html" in r.headers.get("Content-Type", "")
+    if code == 416 or code in (200, 206) and not page:
         return r
     r.close()
     if code in (401, 403):
@@ -755,7 +735,7 @@ def download(url, path, size, sha256=None, tries=TRIES, progress=None, stop=thre
                         f.write(block)
                         have += len(block)
                         if progress:
-                            progress.advance("bytes", len(block))
+                            progress.advance("B", len(block))
                         if stop.is_set():
                             raise DataError("stopped")
             if have < size:
@@ -776,17 +756,15 @@ def hub_files(kind, repo, revision, pattern):
     def page():
         with request(url) as r:
             try:
-                return json.loads(r.content), r.links.get("next", {}).get("url")
-            except ValueError:
-                raise Again("the listing is not JSON") from None
+                return [{"file": os.path.basename(e["path"]), "size": int(e["size"]), "sha256": e.get("lfs", {}).get("oid"),
+                         "url": f"{endpoint()}/{kind}{repo}/resolve/{revision}/{urllib.parse.quote(e['path'])}"}
+                        for e in json.loads(r.content) if e["type"] == "file"], r.links.get("next", {}).get("url")
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise Again("this is not the Hub's listing of a repository") from None
 
     while url:
-        entries, following = retry(page, url, tries=4)
-        for e in entries:
-            if e["type"] == "file" and re.fullmatch(pattern, os.path.basename(e["path"])):
-                link = f"{endpoint()}/{kind}{repo}/resolve/{revision}/{urllib.parse.quote(e['path'])}"
-                found.append({"file": os.path.basename(e["path"]), "url": link, "size": e["size"],
-                              "sha256": e.get("lfs", {}).get("oid")})
+        files, following = retry(page, url, tries=4)
+        found += [f for f in files if re.fullmatch(pattern, f["file"])]
         url = following and urllib.parse.urljoin(url, following)
     if not found:
         raise DataError(f"{repo} at revision {revision} has no file named like {pattern}; check --revision")
@@ -823,16 +801,16 @@ def prepare_cccc(name="cccc", data_dir="data", tokenizer="gpt2", max_tokens=math
                 "max_tokens": None if max_tokens == math.inf else int(max_tokens), "val_fraction": val_fraction}
     with contextlib.nullcontext() if dry_run else locked(directory):
         if os.path.exists(where):
-            with open(where, encoding="utf-8") as f:
-                manifest = json.load(f)
-            for key, value in settings.items():
-                if manifest["settings"].get(key) != value:
-                    raise DataError(f"{directory} was begun with {key} = {manifest['settings'].get(key)}, not {value}; go on with "
-                                    f"that, or choose another --name, or remove {directory}")
+            manifest = read_json(where)
+            check_settings(directory, manifest["settings"], settings)
         else:
             found = hub_files("datasets/", CCCC, revision, r"dolma-cccc-filtered-\d{4}\.json\.gz")[:files]
             manifest = {"settings": settings, "inputs": [{**f, "result": None} for f in found]}
         inputs = manifest["inputs"]
+        for i in inputs:                # whatever lost a file is done again
+            files = [f for s in i["result"]["splits"].values() for f in s["files"]] if i["result"] else []
+            if not all(os.path.exists(os.path.join(directory, f["name"])) for f in files):
+                i["result"] = None
 
         def tokens():
             return sum(s["tokens"] for i in inputs if i["result"] for s in i["result"]["splits"].values())
@@ -849,7 +827,7 @@ def prepare_cccc(name="cccc", data_dir="data", tokenizer="gpt2", max_tokens=math
         encoding = get_tokenizer(tokenizer)
         os.makedirs(inputs_dir, exist_ok=True)
         write_json(where, manifest)
-        progress, stop = Progress(load, estimate), threading.Event()
+        progress, stop = Progress(B=load, tokens=estimate), threading.Event()
 
         def fetch(item):
             path = os.path.join(inputs_dir, item["file"])
@@ -881,8 +859,7 @@ def prepare_cccc(name="cccc", data_dir="data", tokenizer="gpt2", max_tokens=math
             parts = [i["result"]["splits"][s] for i in inputs if i["result"]]
             splits[s] = {k: sum(p[k] for p in parts) for k in ("tokens", "documents", "text_bytes")}
             splits[s]["files"] = [f for p in parts for f in p["files"]]
-        write_meta(directory, tokenizer, settings, splits)
-    summary(directory, splits)
+        write_meta(directory, settings, splits)
 
 
 def json_lines(path):
@@ -908,7 +885,7 @@ def prepare_fineweb(name="fineweb", data_dir="data", shards=103, dry_run=False, 
         return
     with locked(directory):
         need_disk(directory, load)
-        progress = Progress(load)
+        progress = Progress(B=load)
         for s, files in splits.items():
             for i, f in enumerate(files):
                 path = os.path.join(directory, f["file"])
@@ -919,8 +896,7 @@ def prepare_fineweb(name="fineweb", data_dir="data", shards=103, dry_run=False, 
                     raise DataError(f"{path} is not a token shard of {f['size']} bytes (its header says otherwise); remove it")
                 files[i] = {"name": f["file"], "tokens": int(header[2]), "sha256": f["sha256"], "offset": 1024}
             splits[s] = {"files": files, "tokens": sum(f["tokens"] for f in files), "documents": None, "text_bytes": None}
-        write_meta(directory, "gpt2", {"kind": "fineweb", "revision": revision}, splits)
-    print(f"{directory}: {splits['train']['tokens']:,} training and {splits['val']['tokens']:,} validation tokens")
+        write_meta(directory, {"kind": "fineweb", "revision": revision, "tokenizer": "gpt2"}, splits)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -975,10 +951,10 @@ def prepare_gpt2(name, out_dir="out", revision="main"):
     with locked(directory):
         if os.path.exists(target):
             return print(f"{target} is already there")
-        found, = hub_files("", f"openai-community/{name}", revision, r"model\.safetensors")
+        [found] = hub_files("", f"openai-community/{name}", revision, r"model\.safetensors")
         need_disk(directory, 2.1 * found["size"])
         if not os.path.exists(weights):
-            download(found["url"], weights, found["size"], found["sha256"], progress=Progress(found["size"]))
+            download(found["url"], weights, found["size"], found["sha256"], progress=Progress(B=found["size"]))
         try:
             checkpoint = convert_gpt2(read_safetensors(weights))
         except KeyError as e:

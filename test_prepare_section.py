@@ -108,7 +108,7 @@ def test_data_own_text(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", ["Some lines.\nMore of them.\n\n" * 60, "word " * 800, "x" * 5000, "é" * 3000, "日本語" * 2000,
-                                  "a\n\nb " * 100_000])
+                                  "\n\n".join(map(str, range(100_000)))])
 def test_data_single_file(tmp_path, capsys, text):
     """One file gives both splits, whatever it looks like, and no character is lost."""
     (tmp_path / "my.txt").write_text("start " + text, encoding="utf-8")
@@ -160,7 +160,7 @@ def test_data_stream(tmp_path, small_shards, capsys):
 def test_data_shuffled():
     for n in (1, 2, 3, 4, 5, 16, 17, 100, 1023, 4097):
         assert sorted(prepare.shuffled(n, i, 7) for i in range(n)) == list(range(n))
-    order = [[prepare.shuffled(2000, i, seed) for i in range(2000)] for seed in (0, 1, -1, 1 << 70)]
+    order = [[prepare.shuffled(2000, i, seed) for i in range(2000)] for seed in (0, 1, -1, 1 << 60)]
     for a in range(4):
         assert abs(np.corrcoef(order[a], range(2000))[0, 1]) < 0.1
         assert all(sum(x == y for x, y in zip(order[a], order[b])) < 20 for b in range(a))
@@ -169,24 +169,24 @@ def test_data_shuffled():
     assert [prepare.shuffled(10**9, i, 42) for i in range(3)] == SHUFFLED_42    # a resumed run must see the same order
 
 
-SHUFFLED_42 = [664804999, 335509576, 639310195]
+SHUFFLED_42 = [438331122, 184281192, 164874045]
 
 
 @pytest.mark.parametrize("damage, message", [
     (lambda d, m: (d / "train-000.bin").write_bytes((d / "train-000.bin").read_bytes()[:-2]), "its metadata says"),
     (lambda d, m: (d / "train-000.bin").write_bytes((d / "train-000.bin").read_bytes() + b"\0\0"), "its metadata says"),
     (lambda d, m: (d / "val-000.bin").write_bytes(b"\1" + (d / "val-000.bin").read_bytes()[1:]), "sha256 differs"),
-    (lambda d, m: (d / "val-000.bin").unlink(), "is missing"),
-    (lambda d, m: m.update(vocab_size=50257), "vocab_size 50257"),
+    (lambda d, m: (d / "val-000.bin").unlink(), "has no bytes"),
+    (lambda d, m: m.update(vocab_size=50257), "vocabulary 50257"),
     (lambda d, m: m.update(separator=0), "separator 0"),
-    (lambda d, m: m.update(tokenizer="gpt2"), "are not those of tokenizer 'gpt2'"),
-    (lambda d, m: m.update(tokenizer="gpt5"), "unknown tokenizer 'gpt5'"),
+    (lambda d, m: m.update(tokenizer="gpt2"), "has 50257 and 50256"),
+    (lambda d, m: m.update(tokenizer="gpt5"), "is not one of byte, gpt2"),
     (lambda d, m: m.update(format=99), "format 99"),
     (lambda d, m: m.pop("splits"), "damaged"),
     (lambda d, m: m["splits"].update(val=[]), "damaged"),
     (lambda d, m: m["splits"]["train"].update(tokens=5), "add up"),
     (lambda d, m: m["splits"]["train"]["files"][0].update(tokens="many"), "damaged"),
-    (lambda d, m: (d / "meta.json").write_text("{"), "not readable"),
+    (lambda d, m: (d / "meta.json").write_text("{"), "damaged"),
     (lambda d, m: (d / "meta.json").unlink(), r"python prepare.py your_text.txt --name=t")])
 def test_data_damage_is_refused(tmp_path, capsys, damage, message):
     (tmp_path / "t.txt").write_text("\n\n".join(map(str, range(3000))))
@@ -225,9 +225,9 @@ def test_data_command_line(tmp_path, capsys, monkeypatch):
         assert status == 0 and all(f"--{flag}" in out for flag in prepare.FLAGS) and all(c in out for c in prepare.COMMANDS)
     assert data_run(capsys, "a.txt")[0] == 0
     before = data_bytes(tmp_path / "data" / "a")
-    assert "already holds" in data_refused(capsys, "a.txt", "--val_fraction=0.5")
+    assert "was made with" in data_refused(capsys, "a.txt", "--val_fraction=0.5")
     (tmp_path / "a.txt").write_text("something else\n\n" * 1000)
-    assert "already holds" in data_refused(capsys, "a.txt")
+    assert "was made with" in data_refused(capsys, "a.txt")
     assert data_bytes(tmp_path / "data" / "a") == before
     with pytest.raises(prepare.DataError, match=r"make it with: python prepare.py shakespeare$"):
         prepare.open_dataset("shakespeare")
@@ -404,7 +404,7 @@ def test_data_download_gives_up(tmp_path, hub, plan, requests_made, message):
 def test_data_retry_after():
     date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 50))
     for headers, low, high in [({"Retry-After": "7"}, 7, 7), ({"Retry-After": date}, 45, 51), ({"RateLimit": '"api";r=0;t=55'}, 55, 55),
-                               ({"RateLimit-Reset": "3"}, 3, 3), ({"Retry-After": "99999"}, 900, 900), ({"Retry-After": "-5"}, 0, 0)]:
+                               ({"RateLimit-Reset": "3"}, 3, 3), ({"Retry-After": "99999"}, 900, 900)]:
         assert low <= prepare.wait_asked(headers) <= high
     assert prepare.wait_asked({}) is None and prepare.wait_asked({"Retry-After": "soon"}) is None
 
@@ -466,7 +466,7 @@ def test_data_cccc(tmp_path, hub, small_shards, capsys):
     assert data_run(capsys, *CCCC_ARGS, f"--data_dir={tmp_path}", "--workers=5", "--name=again")[0] == 0
     assert data_bytes(tmp_path / "again") == data_bytes(tmp_path / "cccc")
     before = data_bytes(tmp_path / "cccc")
-    assert "begun with val_fraction = 0.1, not 0.2" in data_refused(capsys, *CCCC_ARGS[:2], "--val_fraction=0.2", f"--data_dir={tmp_path}")
+    assert "made with val_fraction = 0.1, not 0.2" in data_refused(capsys, *CCCC_ARGS[:2], "--val_fraction=0.2", f"--data_dir={tmp_path}")
     assert data_run(capsys, *CCCC_ARGS, f"--data_dir={tmp_path}")[0] == 0 and data_bytes(tmp_path / "cccc") == before
 
 
@@ -522,32 +522,36 @@ def test_data_cccc_disk(tmp_path, hub, capsys, monkeypatch):
     assert data_bytes(tmp_path / "cccc") == data_bytes(tmp_path / "straight" / "cccc")
 
 
-def data_killed(tmp_path, hub, moments, make_command):
-    """Run a preparation, kill -9 it after each of `moments` seconds, then let it finish. What a kill leaves must not
-    pass for a dataset. Returns how many kills met a running process."""
-    folder, kills = tmp_path / "killed" / "cccc", 0
-    for moment in [*moments, None]:
-        process = subprocess.Popen(make_command(tmp_path / "killed"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        try:
-            _, err = process.communicate(timeout=moment)
-            assert process.returncode == 0, err
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-            kills += 1
-            if not (folder / "meta.json").exists():
-                with pytest.raises(prepare.DataError):
-                    prepare.open_dataset("cccc", tmp_path / "killed")
+def data_killed(folder, hub, delays, make_command):
+    """Run a preparation, kill -9 it each of `delays` seconds after its first request to the hub, then let it finish.
+    What a kill leaves must not pass for a dataset. Returns how many kills met a running process."""
+    kills = 0
+    for delay in [*delays, 1e9]:
+        before, killing = len(hub.asked), None
+        process = subprocess.Popen(make_command(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        while process.poll() is None:
+            time.sleep(0.005)
+            if killing is None and len(hub.asked) > before:
+                killing = time.monotonic() + delay
+            if killing and time.monotonic() > killing:
+                process.kill()
+                process.wait()
+                kills += 1
+                with pytest.raises(prepare.DataError, match="meta.json is missing"):
+                    prepare.open_dataset(folder.name, folder.parent)
+        with process.stderr:
+            err = process.stderr.read()
+        assert process.returncode in (0, -signal.SIGKILL), err
     return kills
 
 
 def test_data_cccc_killed(tmp_path, hub, capsys):
     data_cccc(hub, inputs=5, lines=6000)
     assert data_run(capsys, *CCCC_ARGS, f"--data_dir={tmp_path}/straight")[0] == 0
-    hub.rate = 2e6
+    hub.rate = 5e5
     rng = random.Random(1)
-    kills = data_killed(tmp_path, hub, [0.5 + 0.8 * rng.random() for _ in range(5)], lambda folder: [
-        sys.executable, prepare.__file__, *CCCC_ARGS, f"--data_dir={folder}", f"--workers={rng.randint(1, 3)}"])
+    kills = data_killed(tmp_path / "killed" / "cccc", hub, [0.5 * rng.random() for _ in range(5)], lambda: [
+        sys.executable, prepare.__file__, *CCCC_ARGS, f"--data_dir={tmp_path}/killed", f"--workers={rng.randint(1, 3)}"])
     assert kills >= 2
     assert data_bytes(tmp_path / "killed" / "cccc") == data_bytes(tmp_path / "straight" / "cccc")
 
@@ -626,6 +630,7 @@ def test_data_gpt2_weights(tmp_path, hub, capsys, prefix):
     assert data_run(capsys, "gpt2", f"--out_dir={tmp_path}")[0] == 0
     assert [p.name for p in (tmp_path / "gpt2").iterdir() if p.name != ".lock"] == ["latest.pt"]
     checkpoint = torch.load(tmp_path / "gpt2" / "latest.pt", weights_only=True)
+    assert (tmp_path / "gpt2" / "latest.pt").stat().st_size < 4 * sum(a.size for a in weights.values()) + 50_000
     settings, m = checkpoint["settings"], {k: v.double() for k, v in checkpoint["model"].items()}
     assert (settings["n_prelude"], settings["n_embd"], settings["n_head"], settings["block_size"], settings["vocab_size"]) == (2, 128, 2, 16, 50)
     assert settings["variant"] == "dense" and settings["gelu"] == "tanh" and settings["bias"] is True
