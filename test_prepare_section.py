@@ -121,6 +121,9 @@ def test_data_single_file(tmp_path, capsys, text):
 
 def test_data_gpt2_tokens(tmp_path, capsys):
     gpt2 = data_gpt2()
+    for text in "<|endoftext|>", "a<|endoftext|>b", " " * 300_000, "\u2028\r\n\t é\0", "x" * 100_000, "don't 12345 日本語 🙂":
+        tokens = prepare.encode_batch(gpt2, [text], 0)["splits"]["train"]["tokens"]
+        assert tokens.dtype == np.uint16 and tokens.tolist() == gpt2.encode_ordinary(text) + [50256]
     texts = ["A text that says <|endoftext|>, and goes on.", "half a pair \ud83d of surrogates", "spaces" + " " * 3000 + "end"] * 2
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t + str(i)}) for i, t in enumerate(texts)))
     assert data_run(capsys, tmp_path / "a.jsonl", f"--data_dir={tmp_path}", "--tokenizer=gpt2")[0] == 0
