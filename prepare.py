@@ -28,7 +28,6 @@ import errno
 import functools
 import gzip
 import hashlib
-import inspect
 import io
 import json
 import math
@@ -43,7 +42,7 @@ import threading
 import time
 import urllib.parse
 import zlib
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -52,12 +51,18 @@ import requests
 import tiktoken
 import urllib3
 
+try:
+    import fcntl
+except ImportError:         # Windows
+    fcntl = None
+
 FORMAT = 1                              # raised whenever meta.json changes its meaning
+SPLITS = "train", "val"
 TOKENIZERS = {"byte": (257, 256), "gpt2": (50257, 50256)}       # name: (vocabulary size, id of <|endoftext|>)
 SHARD_TOKENS = 100_000_000              # tokens per file: 200 MB
 HASH_BELOW = 100_000_000                # bytes; smaller datasets are verified by sha256 whenever they are opened
 BATCH_CHARS = 1 << 20                   # characters handed to a tokenizer thread at a time
-LINE_BYTES = 1 << 26                    # a longer line of JSON counts as bad: 64 MB
+LINE_BYTES = 1 << 24                    # a line of JSON from this length on counts as bad: 16 MB
 
 
 class DataError(Exception):
@@ -131,7 +136,8 @@ def open_dataset(name, data_dir="data"):
     where = os.path.join(directory, "meta.json")
     if not os.path.exists(where):
         if name != "stdlib":
-            args = (name if name in COMMANDS else f"your_text.txt --name={name}") + f" --data_dir={data_dir}" * (data_dir != "data")
+            args = name if name in COMMANDS else f"your_text.txt --name={name}"
+            args += f" --data_dir={data_dir}" * (str(data_dir) != "data")
             raise DataError(f"no dataset {name!r}: {where} is missing; make it with: python prepare.py {args}")
         print(f"{directory} does not exist yet: preparing it (python prepare.py stdlib)")
         prepare_stdlib(data_dir=data_dir)
@@ -145,11 +151,11 @@ def open_dataset(name, data_dir="data"):
             refuse(f"{where} has format {meta['format']}, this program reads {FORMAT}")
         tokenizer, known = meta["tokenizer"], TOKENIZERS.get(meta["tokenizer"])
         if (meta["vocab_size"], meta["separator"]) != known:
-            refuse(f"{where}: vocabulary {meta['vocab_size']} and separator {meta['separator']} with tokenizer {tokenizer!r}, which "
+            refuse(f"{where}: vocabulary {meta['vocab_size']}, separator {meta['separator']}; tokenizer {tokenizer!r} "
                    + (f"has {known[0]} and {known[1]}" if known else f"is not one of {', '.join(TOKENIZERS)}"))
         small = 2 * sum(s["tokens"] for s in meta["splits"].values()) < HASH_BELOW
         streams = {}
-        for split in ("train", "val"):
+        for split in SPLITS:
             files = [(os.path.join(directory, os.path.basename(f["name"])), f["tokens"], f["offset"], f["sha256"])
                      for f in meta["splits"][split]["files"]]
             for path, tokens, offset, sha256 in files:
@@ -226,8 +232,8 @@ def get_tokenizer(name):
         return tiktoken.get_encoding("gpt2")
     except (DataError, OSError) as e:
         parts = " and ".join(f"{url} as {os.path.basename(path)}" for url, path in files.items())
-        raise DataError(f"GPT-2's vocabulary is missing from {cache} and cannot be downloaded: set TIKTOKEN_CACHE_DIR to "
-                        f"a folder that holds {parts} ({e})") from None
+        raise DataError(f"GPT-2's vocabulary is missing from {cache} and cannot be downloaded: set TIKTOKEN_CACHE_DIR "
+                        f"to a folder that holds {parts} ({e})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,23 +247,16 @@ def file_sha256(path):
     return digest.hexdigest()
 
 
-def fsync_directory(path):
-    """Make renames in `path` survive a power cut, where directories can be synced at all (not on Windows)."""
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
 def publish(f, path):
-    """Close the finished temporary file `f` and let it appear as `path`: sync, rename, sync the folder."""
+    """Close the finished temporary file `f` and let it appear as `path`, so that a power cut leaves all or nothing."""
     f.flush()
     os.fsync(f.fileno())
     f.close()
     os.replace(f.name, path)
-    fsync_directory(os.path.dirname(path))
+    if os.name != "nt":                     # elsewhere the folder that holds the name is a file to be synced, too
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def write_json(path, value):
@@ -271,7 +270,8 @@ def read_json(path):
         with open(path, encoding="utf-8") as f:
             return json.load(f)
     except ValueError as e:
-        raise DataError(f"{path} is damaged ({e}); remove {os.path.dirname(path)} and run python prepare.py again") from None
+        folder = os.path.dirname(path)
+        raise DataError(f"{path} is damaged ({e}); remove {folder} and run python prepare.py again") from None
 
 
 @contextlib.contextmanager
@@ -280,16 +280,12 @@ def locked(directory):
     take turns. The system drops the lock when the process ends, however it ends."""
     os.makedirs(directory, exist_ok=True)
     with open(os.path.join(directory, ".lock"), "w") as f:
-        try:
-            import fcntl
-        except ImportError:                             # Windows: no lock
-            yield
-            return
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{directory} is being prepared by another process: waiting for it")
-            fcntl.flock(f, fcntl.LOCK_EX)
+        if fcntl:
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"{directory} is being prepared by another process: waiting for it")
+                fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
 
@@ -320,6 +316,7 @@ class ShardWriter:
         return self.files
 
     def discard(self):
+        """Remove what was not published."""
         for f in self.open:
             f.close()
             with contextlib.suppress(FileNotFoundError):
@@ -345,33 +342,31 @@ def text_of(line):
 
 
 def encode_batch(tokenizer, items, val_fraction):
-    """Tokenize documents, given as str or as lines of JSON (bytes).
-    Returns {"empty": n, "bad": n, "splits": {split: {"tokens": uint16 array, "documents": n, "text_bytes": n}}}."""
-    count = {"empty": 0, "bad": 0}
-    out = {s: {"tokens": [np.empty(0, np.uint16)], "documents": 0, "text_bytes": 0} for s in ("train", "val")}
+    """Tokenize documents, given as str or as lines of JSON (bytes). Returns two dicts: what was counted, {"lines":
+    {"empty", "bad"}, "train": {"tokens", "documents", "text_bytes"}, "val": ...}, and {"train": uint16 array, ...}."""
+    counts = {"lines": Counter(empty=0, bad=0), **{s: Counter(tokens=0, documents=0, text_bytes=0) for s in SPLITS}}
+    tokens = {s: [np.empty(0, np.uint16)] for s in SPLITS}
     for item in items:
         try:
             text = item if isinstance(item, str) else text_of(item)
         except ValueError:
-            count["bad"] += 1
+            counts["lines"]["bad"] += 1
             continue
         if not text:
-            count["empty"] += 1
+            counts["lines"]["empty"] += 1
             continue
         try:
             raw = text.encode()
         except UnicodeEncodeError:                      # JSON can smuggle in half a surrogate pair
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             raw = text.encode()
-        split = out["val" if content_hash(raw) < val_fraction else "train"]
         # The ids of encode_ordinary (a text that contains "<|endoftext|>" spells it, it does not end the document), but
         # as an array: no list of Python integers is made, which is faster and leaves the interpreter to other threads.
-        split["tokens"] += tokenizer.encode_to_numpy(text, disallowed_special=()), [tokenizer.eot_token]
-        split["documents"] += 1
-        split["text_bytes"] += len(raw)
-    for split in out.values():
-        split["tokens"] = np.concatenate(split["tokens"], dtype=np.uint16, casting="unsafe")
-    return {**count, "splits": out}
+        ids = tokenizer.encode_to_numpy(text, disallowed_special=())
+        split = "val" if content_hash(raw) < val_fraction else "train"
+        tokens[split] += ids, [tokenizer.eot_token]
+        counts[split].update(tokens=len(ids) + 1, documents=1, text_bytes=len(raw))
+    return counts, {s: np.concatenate(parts, dtype=np.uint16, casting="unsafe") for s, parts in tokens.items()}
 
 
 def batches(items):
@@ -402,41 +397,34 @@ def in_order(executor, function, items, ahead):
             future.cancel()
 
 
-def write_documents(directory, stem, items, tokenizer, val_fraction, workers, max_tokens=math.inf, progress=None):
-    """Tokenize documents (see encode_batch) into <split><stem>-NNN.bin, all of them or, on any error, none.
+def write_documents(directory, stem, items, tokenizer, val_fraction, workers=None, max_tokens=math.inf, progress=None):
+    """Tokenize documents into <split><stem>-NNN.bin: all of them or, on any error, none. Stops after the batch that
+    reaches max_tokens. Returns the counts of encode_batch, with the "files" of each split.
 
-    Returns {"empty", "bad", "splits": {split: {"files", "tokens", "documents", "text_bytes"}}}. Stops after the batch
-    that reaches max_tokens. What is written does not depend on `workers`. These are threads: tiktoken works outside
-    the interpreter lock, and there is nothing to copy between processes, nor a process for a kill to leave behind.
+    What is written does not depend on `workers`. These are threads: tiktoken works outside the interpreter lock, and
+    there is nothing to copy between processes, nor a process that a kill could leave behind.
     """
-    workers = workers or os.cpu_count() or 1
-    total = {"empty": 0, "bad": 0, "splits": {s: {"tokens": 0, "documents": 0, "text_bytes": 0} for s in ("train", "val")}}
-    writers = {s: ShardWriter(directory, s + stem) for s in total["splits"]}
+    workers, total = workers or os.cpu_count() or 1, encode_batch(tokenizer, [], val_fraction)[0]
+    writers = {s: ShardWriter(directory, s + stem) for s in SPLITS}
     try:
         with ThreadPoolExecutor(workers) as executor, contextlib.closing(in_order(
                 executor, lambda b: encode_batch(tokenizer, b, val_fraction), batches(items), 2 * workers)) as encoded:
-            for batch in encoded:
-                total["empty"] += batch["empty"]
-                total["bad"] += batch["bad"]
-                for s, part in batch["splits"].items():
-                    tokens = part.pop("tokens")
-                    writers[s].add(tokens)
-                    for key, n in {"tokens": len(tokens), **part}.items():
-                        total["splits"][s][key] += n
+            for counts, tokens in encoded:
+                for key in counts:
+                    total[key].update(counts[key])
+                for s in SPLITS:
+                    writers[s].add(tokens[s])
                     if progress:
-                        progress.advance("tokens", len(tokens))
-                if sum(s["tokens"] for s in total["splits"].values()) >= max_tokens:
+                        progress.advance("tokens", len(tokens[s]))
+                if total["train"]["tokens"] + total["val"]["tokens"] >= max_tokens:
                     break
-        lines = total["bad"] + total["empty"] + sum(s["documents"] for s in total["splits"].values())
-        if total["bad"] > lines / 100:
-            raise DataError(f"{total['bad']} of {lines} lines are not JSON objects with a text")
-        for s, writer in writers.items():
-            total["splits"][s]["files"] = writer.publish()
-    except BaseException:
+        bad, lines = total["lines"]["bad"], sum(total["lines"].values()) + sum(total[s]["documents"] for s in SPLITS)
+        if bad > lines / 100:
+            raise DataError(f"{bad} of {lines} lines are not JSON objects with a text")
+        return {"lines": total["lines"], **{s: {**total[s], "files": writers[s].publish()} for s in SPLITS}}
+    finally:
         for writer in writers.values():
             writer.discard()
-        raise
-    return total
 
 
 def write_meta(directory, source, splits):
@@ -444,26 +432,34 @@ def write_meta(directory, source, splits):
     vocab_size, separator = TOKENIZERS[source["tokenizer"]]
     write_json(os.path.join(directory, "meta.json"), {
         "format": FORMAT, "tokenizer": source["tokenizer"], "vocab_size": vocab_size, "separator": separator,
-        "source": source, "splits": splits})
-    for s, d in splits.items():
-        print(f"{directory}: {s:5} {d['tokens']:13,} tokens" + (
-            f" from {d['documents']:,} documents, {d['text_bytes']:,} bytes of text" if d["documents"] else ""))
+        "source": source, "splits": {s: splits[s] for s in SPLITS}})
+    for s in SPLITS:
+        d = splits[s]
+        text = f" from {d['documents']:,} documents, {d['text_bytes']:,} bytes of text" if d["documents"] else ""
+        print(f"{directory}: {s:5} {d['tokens']:13,} tokens{text}")
 
 
-def check_settings(directory, have, want):
-    """DataError where `directory` was made with other settings: we neither mix nor overwrite."""
-    for key, value in want.items():
-        if have.get(key) != value:
-            raise DataError(f"{directory} was made with {key} = {have.get(key)!r}, not {value!r}; choose another --name, or "
-                            f"remove {directory} first")
+def prepared(directory, source, file="meta.json", key="source"):
+    """What `file` in `directory` holds, if it exists. DataError where it was made from something else, or with other
+    settings: nothing is mixed or overwritten."""
+    path = os.path.join(directory, file)
+    if not os.path.exists(path):
+        return None
+    content = read_json(path)
+    have = content.get(key, {})
+    for k in have.keys() | source.keys():
+        if have.get(k) != source.get(k):
+            raise DataError(f"{directory} was made with {k} = {have.get(k)!r}, not {source.get(k)!r}; choose another "
+                            f"--name, or remove {directory} first")
+    return content
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Small corpora: the standard library, Shakespeare, a person's own text
 
 def sections(text, size):
-    """Cut a text longer than 2*size characters into sections of size .. 2*size, after a blank line if there is one, else
-    after a line, else after a space, else anywhere. So a single long document still gives both splits."""
+    """Cut a text longer than 2*size characters into sections of size .. 2*size, after a blank line if there is one,
+    else after a line, else after a space, else anywhere. So a single long document still gives both splits."""
     start = 0
     while len(text) - start > 2 * size:
         low, high = start + size, min(start + 2 * size, len(text) - size)
@@ -473,25 +469,24 @@ def sections(text, size):
     yield text[start:]
 
 
-def prepare_texts(name, make_texts, source, tokenizer, data_dir, val_fraction, workers):
+def prepare_texts(name, make_texts, source, tokenizer="byte", data_dir="data", val_fraction=0.05, workers=None):
     """Write a corpus that needs little time: started over when it was interrupted.
     make_texts() returns an iterable of documents; source is what meta.json remembers about them."""
     directory = os.path.join(data_dir, name)
     source = {**source, "tokenizer": tokenizer, "val_fraction": val_fraction}
     with locked(directory):
-        where = os.path.join(directory, "meta.json")
-        if os.path.exists(where):
-            check_settings(directory, read_json(where).get("source", {}), source)
+        if prepared(directory, source):
             return print(f"{directory} is already prepared")
-        encoding, progress = get_tokenizer(tokenizer), Progress()
-        splits = write_documents(directory, "", make_texts(), encoding, val_fraction, workers, progress=progress)["splits"]
-        if not splits["val"]["documents"]:      # a handful of documents: the one with the least hash validates
+        encoding = get_tokenizer(tokenizer)
+        result = write_documents(directory, "", make_texts(), encoding, val_fraction, workers, progress=Progress())
+        if not result["val"]["documents"]:      # a handful of documents: the one with the least hash validates
             least = min((content_hash(t.encode("utf-8", "replace")) for t in make_texts() if t), default=0)
-            splits = write_documents(directory, "", make_texts(), encoding, np.nextafter(least, 1), workers)["splits"]
-        if not all(s["documents"] for s in splits.values()):
-            raise DataError(f"too little text for {name!r}: {sum(s['text_bytes'] for s in splits.values())} bytes cannot "
-                            "be split into training and validation; add text, a few paragraphs at least")
-        write_meta(directory, source, splits)
+            result = write_documents(directory, "", make_texts(), encoding, np.nextafter(least, 1), workers)
+        if not all(result[s]["documents"] for s in SPLITS):
+            size = sum(result[s]["text_bytes"] for s in SPLITS)
+            raise DataError(f"too little text for {name!r}: {size} bytes cannot be split into training and validation; "
+                            "add text, a few paragraphs at least")
+        write_meta(directory, source, result)
 
 
 def stdlib_texts():
@@ -514,19 +509,19 @@ def stdlib_texts():
     return texts
 
 
-def prepare_stdlib(name="stdlib", tokenizer="byte", data_dir="data", val_fraction=0.06, workers=None):
+def prepare_stdlib(name="stdlib", val_fraction=0.06, **options):
     """6% validates: some 0.6 MB, large enough for a steady loss and evaluated in seconds by a small model."""
     texts = stdlib_texts()
     digest = hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()
-    prepare_texts(name, lambda: texts, {"kind": "stdlib", "python": sys.version.split()[0], "sha256": digest},
-                  tokenizer, data_dir, val_fraction, workers)
+    source = {"kind": "stdlib", "python": sys.version.split()[0], "sha256": digest}
+    prepare_texts(name, lambda: texts, source, val_fraction=val_fraction, **options)
 
 
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt", 1115394,
                "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")
 
 
-def prepare_shakespeare(name="shakespeare", tokenizer="byte", data_dir="data", val_fraction=0.1, workers=None):
+def prepare_shakespeare(name="shakespeare", data_dir="data", val_fraction=0.1, **options):
     """Karpathy's tinyshakespeare, cut into some 280 sections between speeches; a tenth validates, as in nanoGPT."""
     url, size, sha256 = SHAKESPEARE
     path = os.path.join(data_dir, "shakespeare.txt")
@@ -534,13 +529,13 @@ def prepare_shakespeare(name="shakespeare", tokenizer="byte", data_dir="data", v
     if not (os.path.exists(path) and file_sha256(path) == sha256):
         download(url, path, size, sha256)
     prepare_texts(name, lambda: own_texts([path], size // 400), {"kind": "shakespeare", "sha256": sha256},
-                  tokenizer, data_dir, val_fraction, workers)
+                  data_dir=data_dir, val_fraction=val_fraction, **options)
 
 
 def own_files(paths):
-    """The files among `paths` and below its folders, by name, each once. Named files must be text; in folders, hidden
-    files and those that are not text are left out."""
-    found, ignored = set(), 0
+    """The files among `paths` and below its folders, each once, by name. In folders, hidden files and those that are
+    not text are left out; whatever is named must be text."""
+    found, below, ignored = set(), [], 0
     for path in paths:
         if not os.path.exists(path):
             raise DataError(f"no file or folder {path!r}" + suggest(path, COMMANDS, "command "))
@@ -548,15 +543,16 @@ def own_files(paths):
             found.add(path)
         for folder, folders, files in os.walk(path):
             folders[:] = [f for f in folders if not f.startswith(".")]
-            for f in (os.path.join(folder, f) for f in files if not f.startswith(".")):
-                try:
-                    with open_plain(f) as head:
-                        is_text = os.path.isfile(f) and b"\0" not in head.read(1 << 14)
-                except (OSError, EOFError, zlib.error):
-                    is_text = False
-                if is_text:
-                    found.add(f)
-                ignored += not is_text
+            below += [os.path.join(folder, f) for f in files if not f.startswith(".")]
+    for path in below:
+        try:
+            with open_plain(path) as f:
+                text = os.path.isfile(path) and b"\0" not in f.read(1 << 14)
+        except (OSError, EOFError, zlib.error):
+            text = False
+        if text:
+            found.add(path)
+        ignored += not text
     if ignored:
         print(f"{ignored} files that are not text are left out")
     return sorted(found)
@@ -576,11 +572,11 @@ def own_texts(files, size):
                     for number, line in enumerate(f, 1):
                         try:
                             if line.strip() and '"text"' not in line:
-                                raise ValueError
-                            text = text_of(line) if line.strip() else ""
-                        except ValueError:
-                            raise DataError(f"{path}, line {number}: not a JSON object with a string \"text\"") from None
-                        yield from sections(text, size)
+                                raise ValueError("no text")
+                            yield from sections(text_of(line) if line.strip() else "", size)
+                        except ValueError as e:
+                            raise DataError(f"{path}, line {number}: {e}; a line is a JSON object with a "
+                                            'string "text"') from None
                 else:
                     rest = ""
                     while block := f.read(1 << 22):
@@ -588,10 +584,11 @@ def own_texts(files, size):
                         yield from done
                     yield rest
         except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as e:
-            raise DataError(f"{path} is not UTF-8 text ({e}); convert it (iconv -f latin1 -t utf-8) or leave it out") from None
+            raise DataError(f"{path} is not UTF-8 text ({e}); convert it (iconv -f latin1 -t utf-8) or leave it "
+                            "out") from None
 
 
-def prepare_own(paths, name=None, tokenizer="byte", data_dir="data", val_fraction=0.05, workers=None):
+def prepare_own(paths, name=None, **options):
     name = name or re.sub(r"[^\w-]", "_", os.path.basename(os.path.abspath(paths[0])).split(".")[0]) or "text"
     if name in COMMANDS:
         raise DataError(f"the name {name!r} belongs to the command; choose another with --name=")
@@ -603,7 +600,7 @@ def prepare_own(paths, name=None, tokenizer="byte", data_dir="data", val_fractio
     # Some 300 sections, so that 5% of them are a fair sample, but of a paragraph at least and 64 KB at most.
     size = min(max(total // 400, 1 << 8), 1 << 16)
     source = {"kind": "text", "files": len(files), "bytes": total, "sha256": digest.hexdigest(), "section": size}
-    prepare_texts(name, lambda: own_texts(files, size), source, tokenizer, data_dir, val_fraction, workers)
+    prepare_texts(name, lambda: own_texts(files, size), source, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -611,15 +608,12 @@ def prepare_own(paths, name=None, tokenizer="byte", data_dir="data", val_fractio
 
 TIMEOUT = (10, 30)          # seconds to connect, and to wait for the next bytes
 TRIES = 8                   # attempts in a row that bring nothing new before a download is given up
-BACKOFF, MAX_WAIT = 1.0, 900    # seconds: waits double from the first, to a minute; a server may ask for up to the second
+BACKOFF = 1.0               # seconds before the second attempt; doubled for each further one, up to a minute
+MAX_WAIT = 900              # seconds that a server may ask us to stay away
 
 
 class Again(Exception):
-    """This attempt failed, another one may not. wait: seconds the server asked us to stay away, or None."""
-
-    def __init__(self, why, wait=None):
-        super().__init__(why)
-        self.wait = wait
+    """This attempt failed, another one may not: (why, seconds the server asked us to stay away)."""
 
 
 class Progress:
@@ -679,7 +673,7 @@ def request(url, headers={}):
 
 
 def wait_asked(headers):
-    """Seconds that Retry-After (a number or a date) or RateLimit ('"api";r=0;t=55', or RateLimit-Reset) asks for."""
+    """The seconds that Retry-After (a number or a date), RateLimit-Reset or RateLimit ('"api";r=0;t=55') asks for."""
     asked = headers.get("Retry-After") or headers.get("RateLimit-Reset")
     if not asked and (m := re.search(r"\bt=(\d+)", headers.get("RateLimit", ""))):
         asked = m[1]
@@ -687,6 +681,7 @@ def wait_asked(headers):
         if not re.fullmatch(r"\d+(\.\d+)?", asked):
             asked = email.utils.parsedate_to_datetime(asked).timestamp() - time.time()
         return min(max(float(asked), 0), MAX_WAIT)
+    return 0
 
 
 def retry(attempt, what, tries=TRIES, gained=lambda: 0, stop=threading.Event()):
@@ -696,15 +691,15 @@ def retry(attempt, what, tries=TRIES, gained=lambda: 0, stop=threading.Event()):
         try:
             return attempt()
         except (Again, requests.RequestException, urllib3.exceptions.HTTPError) as e:
-            if isinstance(e, (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema)):
-                raise DataError(f"{what}: {e}") from None
-            why = str(e) if isinstance(e, Again) else f"no connection, or it broke ({type(e).__name__})"
+            why, asked = f"no connection, or it broke ({type(e).__name__})", 0
+            if isinstance(e, Again):
+                why, asked = (*e.args, 0)[:2]
             failures = 1 if gained() > had else failures + 1
-            had = gained()
+            had = max(had, gained())
             if failures >= tries:
-                raise DataError(f"{what}: {why}; gave up after {tries} attempts; run the same command again to go on") from None
-            wait = min(60, BACKOFF * 2 ** (failures - 1)) * random.uniform(0.5, 1)
-            wait = max(wait, getattr(e, "wait", None) or 0)
+                raise DataError(f"{what}: {why}; gave up after {tries} attempts; run the same command again to go "
+                                "on") from None
+            wait = max(asked, min(60, BACKOFF * 2 ** (failures - 1)) * random.uniform(0.5, 1))
             print(f"{what}: {why}; again in {wait:.0f} s", file=sys.stderr)
         if stop.wait(wait):
             raise DataError("stopped")
@@ -722,9 +717,10 @@ def download(url, path, size, sha256=None, tries=TRIES, progress=None, stop=thre
         have = gained()
         if have < size:
             with request(url, {"Range": f"bytes={have}-"} if have else {}) as r:
-                if r.status_code == 206 and not r.headers.get("Content-Range", "").startswith(f"bytes {have}-{size - 1}/"):
+                given = r.headers.get("Content-Range", "")
+                if r.status_code == 206 and not given.startswith(f"bytes {have}-{size - 1}/"):
                     os.remove(part)
-                    raise Again(f"asked for bytes {have}-{size - 1}, got {r.headers.get('Content-Range')}")
+                    raise Again(f"asked for bytes {have}-{size - 1}, got {given!r}")
                 if r.status_code == 416:                        # what we have is not a beginning of what they have
                     os.remove(part)
                     raise Again("the server has less of it than we do")
@@ -758,9 +754,10 @@ def hub_files(kind, repo, revision, pattern):
     def page():
         with request(url) as r:
             try:
-                return [{"file": os.path.basename(e["path"]), "size": int(e["size"]), "sha256": e.get("lfs", {}).get("oid"),
+                entries = [e for e in json.loads(r.content) if e["type"] == "file"]
+                return [{"file": os.path.basename(e["path"]), "size": e["size"], "sha256": e.get("lfs", {}).get("oid"),
                          "url": f"{endpoint()}/{kind}{repo}/resolve/{revision}/{urllib.parse.quote(e['path'])}"}
-                        for e in json.loads(r.content) if e["type"] == "file"], r.links.get("next", {}).get("url")
+                        for e in entries], r.links.get("next", {}).get("url")
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise Again("this is not the Hub's listing of a repository") from None
 
@@ -776,8 +773,8 @@ def hub_files(kind, repo, revision, pattern):
 def need_disk(directory, needed):
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise DataError(f"{directory} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed; free some space and "
-                        "run the same command again to go on")
+        raise DataError(f"{directory} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed; free some "
+                        "space and run the same command again to go on")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -785,54 +782,57 @@ def need_disk(directory, needed):
 
 CCCC = "common-pile/cccc_filtered"
 TOKENS_PER_BYTE = 0.62      # of gzipped input; the whole corpus: 14B tokens from 22.5 GB
-WORKER_SPEED = 2.0e6        # tokens/s of one worker on one core of a 2020s server, measured
+WORKER_SPEED = 2e6          # tokens/s of one worker; measured: 2.5e6 to 3.2e6 on a server's core
+LINE_SPEED = 25e6           # B/s of a fair connection, for estimates
 
 
-def prepare_cccc(name="cccc", data_dir="data", tokenizer="gpt2", max_tokens=math.inf, files=None, workers=None, dry_run=False,
-                 val_fraction=0.0005, revision="03a3de5713a0bb23267d26724346508af0f25327"):
-    """common-pile/cccc_filtered (Common Crawl's openly licensed pages): gzipped lines of JSON, of which the text counts.
+def prepare_cccc(name="cccc", data_dir="data", tokenizer="gpt2", max_tokens=math.inf, files=None, workers=None,
+                 val_fraction=0.0005, revision="03a3de5713a0bb23267d26724346508af0f25327", dry_run=False):
+    """common-pile/cccc_filtered, openly licensed pages of Common Crawl: gzipped lines of JSON with a text.
 
     manifest.json is the memory of the run: the settings, the inputs, and the result of each finished one. Each input
-    has its own output files, so whatever was not finished is simply done again. One input is downloaded while another
-    is tokenized. 0.05% validates: 7M tokens of the whole corpus, as much as nanoGPT takes from OpenWebText.
-    Memory: 2*workers+2 batches of 1 MB of text in flight, or of a single line of up to 64 MB.
+    has output files of its own, so whatever was not finished is simply done again. One input is downloaded while
+    another is tokenized. 0.05% validates: 7M tokens of the whole, as much as nanoGPT takes from OpenWebText.
+    Memory does not depend on the files: 200 MB, and 2 MB per worker (measured; lines near LINE_BYTES would add 200 MB).
     """
     directory, workers = os.path.join(data_dir, name), workers or os.cpu_count() or 1
-    where, inputs_dir = os.path.join(directory, "manifest.json"), os.path.join(directory, "inputs")
-    settings = {"kind": "cccc", "repository": CCCC, "revision": revision, "tokenizer": tokenizer, "files": files,
-                "max_tokens": None if max_tokens == math.inf else int(max_tokens), "val_fraction": val_fraction}
+    source = {"kind": "cccc", "repository": CCCC, "revision": revision, "tokenizer": tokenizer, "files": files,
+              "val_fraction": val_fraction, "max_tokens": None if max_tokens == math.inf else max_tokens}
     with contextlib.nullcontext() if dry_run else locked(directory):
-        if os.path.exists(where):
-            manifest = read_json(where)
-            check_settings(directory, manifest["settings"], settings)
-        else:
+        prepared(directory, source)
+        manifest = prepared(directory, source, "manifest.json")
+        if not manifest:
             found = hub_files("datasets/", CCCC, revision, r"dolma-cccc-filtered-\d{4}\.json\.gz")[:files]
-            manifest = {"settings": settings, "inputs": [{**f, "result": None} for f in found]}
+            manifest = {"source": source, "inputs": [{**f, "result": None} for f in found]}
         inputs = manifest["inputs"]
-        for i in inputs:                # whatever lost a file is done again
-            files = [f for s in i["result"]["splits"].values() for f in s["files"]] if i["result"] else []
-            if not all(os.path.exists(os.path.join(directory, f["name"])) for f in files):
-                i["result"] = None
+        for i in inputs:
+            outputs = [f["name"] for s in SPLITS for f in i["result"][s]["files"]] if i["result"] else []
+            if not all(os.path.exists(os.path.join(directory, f)) for f in outputs):
+                i["result"] = None                          # it lost a file: done again
 
-        def tokens():
-            return sum(s["tokens"] for i in inputs if i["result"] for s in i["result"]["splits"].values())
+        def done(split, key):
+            return sum(i["result"][split][key] for i in inputs if i["result"])
 
-        todo = [i for i in inputs if not i["result"]] if tokens() < max_tokens else []
-        estimate = min(max_tokens - tokens(), TOKENS_PER_BYTE * sum(i["size"] for i in todo))
-        load, largest = estimate / TOKENS_PER_BYTE, max((i["size"] for i in todo), default=0)
-        print(f"{CCCC}: {len(inputs)} files, {len(inputs) - len(todo)} done. To do: about {load / 1e9:.1f} GB to download "
-              f"({load / 25e6 / 3600:.1f} h at 25 MB/s), {estimate / 1e9:.2f}B tokens ({estimate / WORKER_SPEED / workers / 3600:.1f} h "
-              f"with {workers} workers, at the same time), {(2 * estimate + 3 * largest) / 1e9:.1f} GB of disk")
+        def missing():
+            return max_tokens - done("train", "tokens") - done("val", "tokens")
+
+        todo = [i for i in inputs if not i["result"]] if missing() > 0 else []
+        tokens = min(missing(), TOKENS_PER_BYTE * sum(i["size"] for i in todo))
+        load, largest = tokens / TOKENS_PER_BYTE, max((i["size"] for i in todo), default=0)
+        disk = 2 * tokens + min(load, 3 * largest)          # at most three inputs are kept at a time
+        print(f"{CCCC}: {len(inputs)} files, {len(inputs) - len(todo)} done. To do, at the same time: "
+              f"{load / 1e9:.1f} GB to download ({load / LINE_SPEED / 3600:.1f} h at {LINE_SPEED / 1e6:.0f} MB/s), "
+              f"{tokens / 1e9:.2f}B tokens ({tokens / WORKER_SPEED / workers / 3600:.1f} h with {workers} workers). "
+              f"Disk: {disk / 1e9:.1f} GB")
         if dry_run:
             return
-        need_disk(directory, 2 * estimate + min(load, 3 * largest))
-        encoding = get_tokenizer(tokenizer)
-        os.makedirs(inputs_dir, exist_ok=True)
-        write_json(where, manifest)
-        progress, stop = Progress(B=load, tokens=estimate), threading.Event()
+        need_disk(directory, disk)
+        encoding, progress, stop = get_tokenizer(tokenizer), Progress(B=load, tokens=tokens), threading.Event()
+        os.makedirs(os.path.join(directory, "inputs"), exist_ok=True)
+        write_json(os.path.join(directory, "manifest.json"), manifest)
 
         def fetch(item):
-            path = os.path.join(inputs_dir, item["file"])
+            path = os.path.join(directory, "inputs", item["file"])
             if not os.path.exists(path):
                 download(item["url"], path, item["size"], item["sha256"], progress=progress, stop=stop)
             return item, path
@@ -841,31 +841,28 @@ def prepare_cccc(name="cccc", data_dir="data", tokenizer="gpt2", max_tokens=math
             try:
                 for item, path in in_order(downloader, fetch, todo, 2):
                     need_disk(directory, 2 * TOKENS_PER_BYTE * item["size"])
-                    stem = "-" + re.search(r"\d{4}", item["file"])[0]
+                    stem = "-" + item["file"].split(".")[0].split("-")[-1]
                     try:
-                        item["result"] = write_documents(directory, stem, json_lines(path), encoding, val_fraction, workers,
-                                                         max_tokens - tokens(), progress)
+                        item["result"] = write_documents(directory, stem, json_lines(path), encoding, val_fraction,
+                                                         workers, missing(), progress)
                     except (EOFError, zlib.error, gzip.BadGzipFile, DataError) as e:
                         os.remove(path)
-                        raise DataError(f"{item['file']}: {e}; nothing of it was kept; run the same command again to fetch "
-                                        "it anew, or leave it out with --files") from None
-                    write_json(where, manifest)
+                        raise DataError(f"{item['file']}: {e}; nothing of it was kept; run the same command again to "
+                                        "fetch it anew, or stop before it with --files") from None
+                    write_json(os.path.join(directory, "manifest.json"), manifest)
                     os.remove(path)
-                    if tokens() >= max_tokens:
+                    if missing() <= 0:
                         break
             finally:
                 stop.set()
-        shutil.rmtree(inputs_dir)
-        splits = {}
-        for s in ("train", "val"):
-            parts = [i["result"]["splits"][s] for i in inputs if i["result"]]
-            splits[s] = {k: sum(p[k] for p in parts) for k in ("tokens", "documents", "text_bytes")}
-            splits[s]["files"] = [f for p in parts for f in p["files"]]
-        write_meta(directory, settings, splits)
+        shutil.rmtree(os.path.join(directory, "inputs"))
+        write_meta(directory, source, {s: {
+            **{key: done(s, key) for key in ("tokens", "documents", "text_bytes")},
+            "files": [f for i in inputs if i["result"] for f in i["result"][s]["files"]]} for s in SPLITS})
 
 
 def json_lines(path):
-    """The lines of a gzipped file as bytes, the end of the gzip stream checked. Overlong ones come cut and count as bad."""
+    """The lines of a gzipped file as bytes, up to its checksum. Overlong ones come cut, and will count as bad."""
     with gzip.open(path, "rb") as f:
         while line := f.readline(LINE_BYTES):
             yield line
@@ -877,12 +874,15 @@ def prepare_fineweb(name="fineweb", data_dir="data", shards=103, dry_run=False, 
     """kjj0/fineweb10B-gpt2: 103 training shards of 100M GPT-2 tokens and one for validation, used as they come: 256
     int32 (20240520, 1, number of tokens), then uint16. Ask for more shards later and the rest is fetched."""
     directory, splits = os.path.join(data_dir, name), {}
+    source = {"kind": "fineweb", "revision": revision, "tokenizer": "gpt2"}
+    prepared(directory, source)
     found = hub_files("datasets/", "kjj0/fineweb10B-gpt2", revision, r"fineweb_(train|val)_\d{6}\.bin")
     for s, last in ("train", shards), ("val", None):
         splits[s] = [f for f in found if f["file"].startswith("fineweb_" + s)][:last]
     todo = [f for fs in splits.values() for f in fs if not os.path.exists(os.path.join(directory, f["file"]))]
     load = sum(f["size"] for f in todo)
-    print(f"fineweb: {len(todo)} files to download, {load / 1e9:.1f} GB ({load / 25e6 / 3600:.1f} h at 25 MB/s), as much disk")
+    print(f"fineweb: {len(todo)} files to download, {load / 1e9:.1f} GB "
+          f"({load / LINE_SPEED / 3600:.1f} h at {LINE_SPEED / 1e6:.0f} MB/s), as much disk")
     if dry_run:
         return
     with locked(directory):
@@ -895,10 +895,11 @@ def prepare_fineweb(name="fineweb", data_dir="data", shards=103, dry_run=False, 
                     download(f["url"], path, f["size"], f["sha256"], progress=progress)
                 header = np.fromfile(path, "<i4", 256)
                 if len(header) < 256 or tuple(header[:2]) != (20240520, 1) or f["size"] != 1024 + 2 * header[2]:
-                    raise DataError(f"{path} is not a token shard of {f['size']} bytes (its header says otherwise); remove it")
+                    raise DataError(f"{path} is not a token shard of {f['size']} bytes, its header says; remove it")
                 files[i] = {"name": f["file"], "tokens": int(header[2]), "sha256": f["sha256"], "offset": 1024}
-            splits[s] = {"files": files, "tokens": sum(f["tokens"] for f in files), "documents": None, "text_bytes": None}
-        write_meta(directory, {"kind": "fineweb", "revision": revision, "tokenizer": "gpt2"}, splits)
+            tokens = sum(f["tokens"] for f in files)
+            splits[s] = {"tokens": tokens, "documents": None, "text_bytes": None, "files": files}
+        write_meta(directory, source, splits)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -940,8 +941,8 @@ def convert_gpt2(tensors):
             model[f"prelude.{i}.{ours}.bias"] = tensors[f"h.{i}.{theirs}.bias"]
     (vocab_size, n_embd), block_size = model["wte.weight"].shape, len(model["wpe.weight"])
     settings = dict(variant="dense", n_prelude=n_layer, n_core=0, n_coda=0, recurrence=1, n_embd=n_embd,
-                    n_head=n_embd // 64, block_size=block_size, vocab_size=vocab_size, bias=True, dropout=0.0, gelu="tanh",
-                    tokenizer="gpt2")
+                    n_head=n_embd // 64, block_size=block_size, vocab_size=vocab_size, bias=True, dropout=0.0,
+                    gelu="tanh", tokenizer="gpt2")
     return {"model": {k: v.float() for k, v in model.items()}, "settings": settings, "step": 0}
 
 
@@ -965,27 +966,30 @@ def prepare_gpt2(name, out_dir="out", revision="main"):
         torch.save(checkpoint, f)
         publish(f, target)
         os.remove(weights)
-    print(f"{target}: {sum(v.numel() for v in checkpoint['model'].values()):,} parameters; try python sample.py --run={directory}")
+    parameters = sum(v.numel() for v in checkpoint["model"].values())
+    print(f"{target}: {parameters:,} parameters; try python sample.py --run={directory}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
-FLAGS = {           # flag: (kind, meaning)
-    "name": (str, "folder under data_dir; default: the command, or the first file"),
-    "data_dir": (str, "where datasets live; default: data"),
-    "out_dir": (str, "where gpt2 puts its checkpoint; default: out"),
-    "tokenizer": (str, "byte (default for small corpora) or gpt2"),
-    "val_fraction": (float, "of the documents that validate; default: 0.05, cccc 0.0005"),
-    "max_tokens": (int, "stop cccc after about so many tokens, say 10e9"),
-    "files": (int, "take only the first so many files of cccc"),
-    "shards": (int, "take only the first so many training shards of fineweb, 100M tokens each"),
-    "revision": (str, "of the Hub repository"),
-    "workers": (int, "tokenizer threads; default: one per core"),
-    "dry_run": (bool, "say what cccc or fineweb will cost, and stop"),
+_TEXT = ["stdlib", "shakespeare", "your own text", "cccc"]
+_GPT2 = ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+FLAGS = {           # flag: (kind, who takes it, meaning)
+    "name": (str, _TEXT + ["fineweb"], "the dataset's folder; default: the command, or the first file"),
+    "data_dir": (str, _TEXT + ["fineweb"], "where datasets live; default: data"),
+    "tokenizer": (str, _TEXT, "byte or gpt2; default: byte, for cccc gpt2"),
+    "val_fraction": (float, _TEXT, "how much validates; default: 0.06, 0.1, 0.05, 0.0005 in this order"),
+    "workers": (int, _TEXT, "tokenizer threads; default: one per core"),
+    "max_tokens": (int, ["cccc"], "stop after about so many tokens, say 10e9"),
+    "files": (int, ["cccc"], "take only the first so many files"),
+    "shards": (int, ["fineweb"], "take only the first so many training shards of 100M tokens"),
+    "dry_run": (bool, ["cccc", "fineweb"], "say what it will cost, and stop"),
+    "revision": (str, ["cccc", "fineweb"] + _GPT2, "of the repository on the Hub"),
+    "out_dir": (str, _GPT2, "where checkpoints live; default: out"),
 }
-COMMANDS = {"stdlib": prepare_stdlib, "shakespeare": prepare_shakespeare, "cccc": prepare_cccc, "fineweb": prepare_fineweb,
-            **{n: functools.partial(prepare_gpt2, n) for n in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}}
+COMMANDS = {"stdlib": prepare_stdlib, "shakespeare": prepare_shakespeare, "cccc": prepare_cccc,
+            "fineweb": prepare_fineweb, **{n: functools.partial(prepare_gpt2, n) for n in _GPT2}}
 
 
 def suggest(word, known, what=""):
@@ -1006,7 +1010,7 @@ def parse(argv):
         kind = FLAGS[flag][0]
         try:
             if kind is bool:
-                flags[flag] = {"": True, "True": True, "true": True, "1": True, "False": False, "false": False, "0": False}[value]
+                flags[flag] = {"": True, "true": True, "1": True, "false": False, "0": False}[value.lower()]
             elif not value:
                 raise ValueError
             elif kind is str:
@@ -1017,7 +1021,7 @@ def parse(argv):
                     raise ValueError
                 flags[flag] = kind(number)
         except (ValueError, KeyError, OverflowError):
-            rule = {int: "a whole number from 1", float: "a number between 0 and 1", str: "a value", bool: "True or False"}
+            rule = {int: "a whole number, 1 or more", float: "a number between 0 and 1", str: "a value", bool: "no value"}
             raise DataError(f"--{flag} needs {rule[kind]}, as --{flag}=...; got {arg!r}") from None
     if not re.fullmatch(r"\w[\w.-]*", flags.get("name", "x")):
         raise DataError(f"--name={flags['name']} is not a plain name: letters, digits, - and _")
@@ -1030,19 +1034,18 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
-        for flag, (_, meaning) in FLAGS.items():
-            print(f"    --{flag + '=...':18} {meaning}")
+        for flag, (_, takers, meaning) in FLAGS.items():
+            print(f"    --{flag + '=...':17} {meaning} ({', '.join(takers)})")
         return 0
     try:
         words, flags = parse(argv)
         if not words:
             raise DataError(f"say what to prepare: {', '.join(COMMANDS)}, or files of your own")
-        command = COMMANDS.get(words[0]) if len(words) == 1 else None
-        command = command or functools.partial(prepare_own, words)
+        what = words[0] if len(words) == 1 and words[0] in COMMANDS else "your own text"
         for flag in flags:
-            if flag not in inspect.signature(command).parameters:
-                raise DataError(f"--{flag} means nothing to {' '.join(words)}; see python prepare.py --help")
-        command(**flags)
+            if what not in FLAGS[flag][1]:
+                raise DataError(f"--{flag} means nothing to {what}, only to {', '.join(FLAGS[flag][1])}")
+        COMMANDS[what](**flags) if what in COMMANDS else prepare_own(words, **flags)
     except DataError as e:
         print(f"prepare.py: {e}", file=sys.stderr)
         return 2

@@ -122,7 +122,7 @@ def test_data_single_file(tmp_path, capsys, text):
 def test_data_gpt2_tokens(tmp_path, capsys):
     gpt2 = data_gpt2()
     for text in "<|endoftext|>", "a<|endoftext|>b", " " * 300_000, "\u2028\r\n\t é\0", "x" * 100_000, "don't 12345 日本語 🙂":
-        tokens = prepare.encode_batch(gpt2, [text], 0)["splits"]["train"]["tokens"]
+        tokens = prepare.encode_batch(gpt2, [text], 0)[1]["train"]
         assert tokens.dtype == np.uint16 and tokens.tolist() == gpt2.encode_ordinary(text) + [50256]
     texts = ["A text that says <|endoftext|>, and goes on.", "half a pair \ud83d of surrogates", "spaces" + " " * 3000 + "end"] * 2
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t + str(i)}) for i, t in enumerate(texts)))
@@ -212,7 +212,7 @@ def test_data_command_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 1000)
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"txt": "not"}\n')
     for argv, message in [
-            (["a.txt", "--nmae=b"], "unknown flag --nmae; did you mean --name"), (["a.txt", "--shards=2"], "means nothing to a.txt"),
+            (["a.txt", "--nmae=b"], "unknown flag --nmae; did you mean --name"), (["a.txt", "--shards=2"], "means nothing to your own text, only to fineweb"),
             (["shakespear"], "did you mean command shakespeare"), (["a.txt", "--name=../x"], "not a plain name"),
             (["a.txt", "--name=cccc"], "belongs to the command"), (["a.txt", "--tokenizer=gpt5"], "unknown tokenizer 'gpt5'"),
             (["a.txt", "--workers=0"], "whole number"), (["a.txt", "--workers=many"], "whole number"), (["a.txt", "--name"], "needs a value"),
@@ -409,7 +409,7 @@ def test_data_retry_after():
     for headers, low, high in [({"Retry-After": "7"}, 7, 7), ({"Retry-After": date}, 45, 51), ({"RateLimit": '"api";r=0;t=55'}, 55, 55),
                                ({"RateLimit-Reset": "3"}, 3, 3), ({"Retry-After": "99999"}, 900, 900)]:
         assert low <= prepare.wait_asked(headers) <= high
-    assert prepare.wait_asked({}) is None and prepare.wait_asked({"Retry-After": "soon"}) is None
+    assert prepare.wait_asked({}) == prepare.wait_asked({"Retry-After": "soon"}) == 0
 
 
 def test_data_token_stays_home(tmp_path, hub, monkeypatch):
@@ -462,8 +462,8 @@ def test_data_cccc(tmp_path, hub, small_shards, capsys):
     train, val = data_documents(dataset.train, byte), data_documents(dataset.val, byte)
     assert sorted(train + val) == sorted(texts) and not set(train) & set(val) and 60 < len(val) < 200
     manifest = json.loads((tmp_path / "cccc" / "manifest.json").read_text())
-    assert [(i["result"]["empty"], i["result"]["bad"]) for i in manifest["inputs"]] == [(3, 1), (4, 0), (4, 0)]
-    assert manifest["settings"]["revision"] == REVISION and all(i["sha256"] for i in manifest["inputs"])
+    assert [i["result"]["lines"] for i in manifest["inputs"]] == [{"empty": 3 + (i > 0), "bad": i == 0} for i in range(3)]
+    assert manifest["source"]["revision"] == REVISION and all(i["sha256"] for i in manifest["inputs"])
     files = {p.name for p in (tmp_path / "cccc").iterdir()} - {".lock", "manifest.json", "meta.json"}
     assert files == {f["name"] for s in dataset.meta["splits"].values() for f in s["files"]}     # inputs are gone
     assert data_run(capsys, *CCCC_ARGS, f"--data_dir={tmp_path}", "--workers=5", "--name=again")[0] == 0
