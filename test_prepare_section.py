@@ -81,6 +81,16 @@ def test_data_stdlib(tmp_path, capsys):
     assert prepare.open_dataset("stdlib", tmp_path / "b").hash == dataset.hash
 
 
+def test_data_stdlib_by_many(tmp_path):
+    """The ranks of a run may all find the corpus missing: one prepares it, the others wait, all read the same."""
+    program = "import prepare, sys; print(prepare.open_dataset('stdlib', sys.argv[1]).hash)"
+    ranks = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+                              cwd=os.path.dirname(prepare.__file__)) for _ in range(3)]
+    outputs = [r.communicate(timeout=60)[0] for r in ranks]
+    assert [r.returncode for r in ranks] == [0, 0, 0] and len({o.split()[-1] for o in outputs}) == 1
+    assert sum("tokens from" in o for o in outputs) == 1
+
+
 def test_data_own_text(tmp_path, capsys):
     """Files, folders and JSON lines; duplicates on one side; no document lost; the order of arguments is irrelevant."""
     notes = tmp_path / "notes"
@@ -556,6 +566,34 @@ def test_data_cccc_killed(tmp_path, hub, capsys):
     kills = data_killed(tmp_path / "killed" / "cccc", hub, [0.5 * rng.random() for _ in range(5)], lambda: [
         sys.executable, prepare.__file__, *CCCC_ARGS, f"--data_dir={tmp_path}/killed", f"--workers={rng.randint(1, 3)}"])
     assert kills >= 2
+    assert data_bytes(tmp_path / "killed" / "cccc") == data_bytes(tmp_path / "straight" / "cccc")
+
+
+def test_data_cccc_killed_at_every_step(tmp_path, hub, capsys):
+    """Die like a killed process at the 1st, then the 2nd, 3rd, ... renaming, removal or sync, until a run gets through."""
+    data_cccc(hub)
+    assert data_run(capsys, *CCCC_ARGS, f"--data_dir={tmp_path}/straight")[0] == 0
+    program = """if True:
+        import os, sys, prepare
+        for n in range(1, 1000):
+            pid = os.fork()
+            if not pid:
+                left = n
+                def deadly(real):
+                    def call(*args, **kwargs):
+                        global left
+                        left -= 1
+                        if not left:
+                            os._exit(77)
+                        return real(*args, **kwargs)
+                    return call
+                for name in "replace", "remove", "fsync":
+                    setattr(os, name, deadly(getattr(os, name)))
+                os._exit(prepare.main(sys.argv[1:]))
+            if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 77:
+                sys.exit(n < 8)"""
+    subprocess.run([sys.executable, "-c", program, *CCCC_ARGS, f"--data_dir={tmp_path}/killed"], check=True, timeout=60,
+                   cwd=os.path.dirname(prepare.__file__), stdout=subprocess.DEVNULL)
     assert data_bytes(tmp_path / "killed" / "cccc") == data_bytes(tmp_path / "straight" / "cccc")
 
 
