@@ -570,7 +570,7 @@ def own_texts(files, size):
         try:
             with io.TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline="") as f:
                 if path.removesuffix(".gz").endswith(".jsonl"):
-                    for number, line in enumerate(f, 1):
+                    for number, line in enumerate(iter(lambda: f.readline(LINE_BYTES), ""), 1):
                         try:
                             if line.strip() and '"text"' not in line:
                                 raise ValueError("no text")
@@ -651,7 +651,7 @@ def endpoint():
 def request(url, headers={}):
     """GET url. A response with status 200, 206 or 416 whose body is still to be read; Again or DataError for others."""
     headers = {"Accept-Encoding": "identity", **headers}    # lengths and ranges must mean the file's own bytes
-    token = os.environ.get("HF_TOKEN")
+    token = os.environ.get("HF_TOKEN", "").strip()
     # requests drops this header when it is redirected to another host, as it is to the Hub's storage.
     if token and urllib.parse.urlsplit(url)[:2] == urllib.parse.urlsplit(endpoint())[:2]:
         headers["Authorization"] = f"Bearer {token}"
@@ -818,7 +818,7 @@ def prepare_cccc(name="cccc", data_dir="data", tokenizer="gpt2", max_tokens=math
             return max_tokens - done("train", "tokens") - done("val", "tokens")
 
         todo = [i for i in inputs if not i["result"]] if missing() > 0 else []
-        tokens = min(missing(), TOKENS_PER_BYTE * sum(i["size"] for i in todo))
+        tokens = max(0, min(missing(), TOKENS_PER_BYTE * sum(i["size"] for i in todo)))
         load, largest = tokens / TOKENS_PER_BYTE, max((i["size"] for i in todo), default=0)
         disk = 2 * tokens + min(load, 2 * largest)          # at most two inputs are kept at a time
         print(f"{CCCC}: {len(inputs)} files, {len(inputs) - len(todo)} done. To do, at the same time: "
@@ -895,8 +895,8 @@ def prepare_fineweb(name="fineweb", data_dir="data", shards=103, dry_run=False, 
                 if not os.path.exists(path):
                     download(f["url"], path, f["size"], f["sha256"], progress=progress)
                 header = np.fromfile(path, "<i4", 256)
-                if len(header) < 256 or tuple(header[:2]) != (20240520, 1) or f["size"] != 1024 + 2 * header[2]:
-                    raise DataError(f"{path} is not a token shard of {f['size']} bytes, its header says; remove it")
+                if len(header) < 256 or tuple(header[:2]) != (20240520, 1) or os.path.getsize(path) != 1024 + 2 * header[2]:
+                    raise DataError(f"{path} is not a whole token shard, its header says; remove it and run this again")
                 files[i] = {"name": f["file"], "tokens": int(header[2]), "sha256": f["sha256"], "offset": 1024}
             tokens = sum(f["tokens"] for f in files)
             splits[s] = {"tokens": tokens, "documents": None, "text_bytes": None, "files": files}

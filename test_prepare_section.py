@@ -414,6 +414,13 @@ def test_data_download_gives_up(tmp_path, hub, plan, requests_made, message):
     assert len(hub.asked) in (requests_made, requests_made - 1)
 
 
+def test_data_download_without_hash(tmp_path, hub):
+    """Small files of the Hub have no sha256: their size must do."""
+    hub.files["/f"], hub.plan["/f"] = CONTENT, ["cut silently", "too long", "html as data"]
+    prepare.download(hub.url + "/f", str(tmp_path / "f"), len(CONTENT))
+    assert (tmp_path / "f").read_bytes() == CONTENT
+
+
 def test_data_retry_after():
     date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 50))
     for headers, low, high in [({"Retry-After": "7"}, 7, 7), ({"Retry-After": date}, 45, 51), ({"RateLimit": '"api";r=0;t=55'}, 55, 55),
@@ -511,6 +518,20 @@ def test_data_cccc_bad_at_the_source(tmp_path, hub, capsys, small_shards, broken
     line = data_refused(capsys, *CCCC_ARGS, f"--data_dir={tmp_path}")
     assert "dolma-cccc-filtered-0000.json.gz" in line and ("100 of 5000" in line) == (broken == "bad lines")
     assert not data_bytes(tmp_path / "cccc") and not list(tmp_path.glob("cccc/*.tmp"))
+
+
+def test_data_json_lines(tmp_path, monkeypatch):
+    """Lines end at newlines only; empty, null and missing text is empty, the rest that is not a text is bad."""
+    monkeypatch.setattr(prepare, "LINE_BYTES", 64)
+    good = ['{"text": "a\u2028b\x85cd"}', '{"text": "' + "x" * 50 + '"}', '\ufeff{"text": "BOM"}', '{"text": "half \\ud800"}']
+    empty = ['{"text": ""}', '{"text": null}', '{"id": 1}']
+    bad = ["", "{", '"text"', "[1]", "null", '{"text": 5}', '{"text": ["a"]}', '{"text": "' + "x" * 300 + '"}', "[" * 60, "caf\xe9"]
+    with gzip.open(tmp_path / "a.gz", "wb") as f:
+        f.write(b"\n".join(line.encode("latin1" if line == "caf\xe9" else "utf-8") for line in good + empty + bad))
+    counts, tokens = prepare.encode_batch(prepare.get_tokenizer("byte"), prepare.json_lines(tmp_path / "a.gz"), 0)
+    assert counts["lines"] == {"empty": len(empty), "bad": len(bad)} and counts["train"]["documents"] == len(good)
+    assert bytes(tokens["train"][:10].astype(np.uint8)) == "a\u2028b\x85cd".encode()
+    assert counts["train"]["text_bytes"] + len(good) == counts["train"]["tokens"] == len(tokens["train"])
 
 
 def test_data_cccc_disk(tmp_path, hub, capsys, monkeypatch):
@@ -615,7 +636,7 @@ def test_data_fineweb(tmp_path, hub, capsys):
     assert data_run(capsys, "fineweb", "--shards=3", f"--data_dir={tmp_path}")[0] == 0      # only the third is fetched
     assert len(prepare.open_dataset("fineweb", tmp_path).train) == 9000 and len(hub.asked) == made + 2
     hub.add_repository("datasets/", "kjj0/fineweb10B-gpt2", "main", files | {"fineweb_val_000000.bin": files["fineweb_val_000000.bin"][2:]})
-    assert "not a token shard" in data_refused(capsys, "fineweb", f"--data_dir={tmp_path}/b")
+    assert "not a whole token shard" in data_refused(capsys, "fineweb", f"--data_dir={tmp_path}/b")
     assert not (tmp_path / "b" / "fineweb" / "meta.json").exists()
 
 
