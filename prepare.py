@@ -794,7 +794,7 @@ def prepare_cccc(name="cccc", data_dir="data", tokenizer="gpt2", max_tokens=math
     manifest.json is the memory of the run: the settings, the inputs, and the result of each finished one. Each input
     has output files of its own, so whatever was not finished is simply done again. One input is downloaded while
     another is tokenized. 0.05% validates: 7M tokens of the whole, as much as nanoGPT takes from OpenWebText.
-    Memory does not depend on the files: 200 MB, and 2 MB per worker (measured; lines near LINE_BYTES would add 200 MB).
+    Memory does not grow with the files: 90 MB for two workers on a 500 MB input, 380 MB if all lines are 14 MB long.
     """
     directory, workers = os.path.join(data_dir, name), workers or os.cpu_count() or 1
     source = {"kind": "cccc", "repository": CCCC, "revision": revision, "tokenizer": tokenizer, "files": files,
