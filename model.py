@@ -111,7 +111,7 @@ class ModelConfig:
         return f"{self.n_prelude}+{self.n_core}×{self.recurrence}+{self.n_coda}" if self.n_core else str(self.n_prelude)
 
     def executed_blocks(self, recurrence=None):
-        return self.n_prelude + self.n_core * (recurrence or self.recurrence) + self.n_coda
+        return self.n_prelude + self.n_core * (self.recurrence if recurrence is None else recurrence) + self.n_coda
 
     def flops_per_token(self, recurrence=None, tokens=None, accounting="executed", head=True):
         """Operations of a forward pass per token, a multiplication and an addition counted apart.
