@@ -129,8 +129,8 @@ class ModelConfig:
         for step in range(depth):
             kept = rule.tokens_kept(self, step, T)
             total += self.n_core * (24 * D**2 + 4 * kept * D) * kept / T
-        once, each = rule.flops(self) if accounting == "executed" else (0, rule.paper_flops(self))
-        return total + once + depth * each + head * 2 * D * self.vocab_size
+        outside = rule.flops if accounting == "executed" else rule.paper_flops
+        return total + outside(self, depth, T) + head * 2 * D * self.vocab_size
 
     def train_flops_per_token(self, accounting="executed", head=True):
         """Expected operations of training per token under the depth schedule: the forward pass, and twice that for the
@@ -355,13 +355,13 @@ class Looped(nn.Module):
         return T
 
     @staticmethod
-    def flops(c):
-        """Operations per token outside the core as executed: (once, per step)."""
-        return 0, 0
+    def flops(c, depth, T):
+        """Operations per token that the rule itself executes in `depth` steps."""
+        return 0
 
     @staticmethod
-    def paper_flops(c):
-        """The same per step with nothing shared between steps."""
+    def paper_flops(c, depth, T):
+        """The same with nothing shared between steps."""
         return 0
 
 
@@ -395,12 +395,12 @@ class HeavyTail(Looped):
         return self.norm(core(self.project_state(h) + projected)), projected
 
     @staticmethod
-    def flops(c):
-        return 2 * c.n_embd**2, 2 * c.n_embd**2
+    def flops(c, depth, T):
+        return 2 * c.n_embd**2 * (1 + depth)
 
     @staticmethod
-    def paper_flops(c):
-        return 4 * c.n_embd**2
+    def paper_flops(c, depth, T):
+        return 4 * c.n_embd**2 * depth
 
 
 class MixtureOfRecursions(Looped):
@@ -459,9 +459,9 @@ class MixtureOfRecursions(Looped):
         return max(1, T * (c.recurrence - r) // c.recurrence)
 
     @staticmethod
-    def flops(c):
-        kept = [MixtureOfRecursions.tokens_kept(c, max(r - 1, 0), c.block_size) for r in range(c.recurrence)]
-        return 0, 2 * c.n_embd * sum(kept) / (c.recurrence * c.block_size)   # routers, on the tokens kept before
+    def flops(c, depth, T):
+        """The routers, each on the tokens kept before it."""
+        return 2 * c.n_embd * sum(MixtureOfRecursions.tokens_kept(c, max(r - 1, 0), T) for r in range(depth)) / T
 
 
 class Gated(Looped):
@@ -513,12 +513,13 @@ class Gated(Looped):
         return torch.add(x, torch.randn_like(x), alpha=self.noise) if self.training and self.noise else x
 
     @staticmethod
-    def flops(c):
-        return 2 * c.n_embd**2 * (c.anchor + (c.anchor and c.gate)), 2 * c.n_embd**2 * (c.anchor + 2 * c.gate)
+    def flops(c, depth, T):
+        once, each = c.anchor + (c.anchor and c.gate), c.anchor + 2 * c.gate
+        return 2 * c.n_embd**2 * (once + depth * each)
 
     @staticmethod
-    def paper_flops(c):
-        return sum(Gated.flops(c))
+    def paper_flops(c, depth, T):
+        return Gated.flops(c, 1, T) * depth
 
 
 RULES = {"dense": Looped, "looped": Looped, "poisson": HeavyTail, "mor": MixtureOfRecursions, "grt": Gated}

@@ -17,7 +17,7 @@ import torch
 
 import config
 from config import ConfigError
-from model import CheckpointError, ModelError, from_checkpoint, load_checkpoint
+from model import CheckpointError, KVCache, ModelError, from_checkpoint, load_checkpoint
 from prepare import DataError, get_tokenizer
 from train import checkpoint_path, find_device, low_precision
 
@@ -45,6 +45,9 @@ class SampleConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: must be at least {least}")
+        for name, allowed in (("dtype", ("auto", "float32", "bfloat16")), ("kv", KVCache.SHARING)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)}: must be one of {', '.join(allowed)}")
         if self.start and self.file:
             raise ValueError("start and file are two prompts; give one")
 
@@ -108,6 +111,7 @@ def sample(c):
 
 
 def main(argv=None):
+    sys.stdout.reconfigure(errors="replace")      # a terminal that cannot show a character gets a ?
     try:
         sample(config.load(SampleConfig, sys.argv[1:] if argv is None else argv, __doc__))
     except (ConfigError, DataError, CheckpointError, ModelError) as error:

@@ -24,9 +24,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import bench
 import config
 import model as model_file
 import prepare
@@ -882,7 +884,7 @@ def test_a_full_disk_while_saving(work, capsys):
 
 
 @needs_full_disk
-@pytest.mark.parametrize("name", ["log.jsonl", "config.json", "best.pt.tmp"])
+@pytest.mark.parametrize("name", ["log.jsonl.tmp", "config.json", "best.pt.tmp"])
 def test_a_full_disk_elsewhere(name, work, capsys):
     """FAULTS 6: no space for the log, the settings or the best checkpoint is one line and status 2 as well."""
     Path("run").mkdir()
@@ -1273,6 +1275,221 @@ def test_sample_as_a_program(spoken):
     assert bad.returncode == 2 and bad.stderr.count(b"\n") == 1 and b"UTF-8" in bad.stderr
     ascii_only = program("--start=é", PYTHONIOENCODING="ascii")
     assert ascii_only.returncode == 0 and b"Traceback" not in ascii_only.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Speed and memory
+
+
+@pytest.mark.parametrize("sharing", KVCache.SHARING)
+def test_what_a_shared_slot_holds(sharing):
+    """After R steps a core block's slot holds the mean, the first or the last of the R keys; prelude and coda their own."""
+    c = tiny("grt")
+    cache, draw = KVCache(c, 2, sharing=sharing), torch.Generator().manual_seed(0)
+    for start, T in (0, 4), (4, 1), (5, 1):
+        _, slots = cache.open(T)
+        new = [torch.randn(2, c.n_head, T, c.n_embd // c.n_head, generator=draw) for _ in range(c.executed_blocks())]
+        for slot, k in zip(slots, new):
+            slot.append(k, -k, None)
+        core = torch.stack(new[1:-1]).view(c.recurrence, c.n_core, *new[0].shape)
+        want = {"full": core.flatten(0, 1), "mean": core.mean(dim=0), "first": core[0], "last": core[-1]}[sharing]
+        want = torch.cat((new[0][None], want, new[-1][None]))
+        assert torch.allclose(cache.keys[:, :, :, start:start + T], want, atol=1e-6)
+        assert torch.allclose(cache.values[:, :, :, start:start + T], -want, atol=1e-6)
+    assert cache.length == 6
+
+
+@pytest.mark.parametrize("name, tokens, sharing, megabytes", [
+    ("dense_large", 128, "full", 1571), ("grt_large", 128, "full", 604), ("dense_large", 1024, "full", 1736),
+    ("grt_large", 1024, "full", 769), ("grt_large", 1024, "mean", 638)])
+def test_serving_memory_by_count(name, tokens, sharing, megabytes):
+    """Weights and cache in bf16, batch 1, of the paper's large models."""
+    c = config.load(train.TrainConfig, [name])
+    with torch.device("meta"):
+        weights = 2 * Transformer(c).num_params()["total"]
+    assert round((weights + KVCache(c, 1, tokens, device="meta", dtype=torch.bfloat16, sharing=sharing).num_bytes()) / 1e6) == megabytes
+
+
+@pytest.mark.parametrize("variant", ["dense", "looped", "poisson", "grt"])
+def test_early_exit(variant):
+    """A threshold of 0 never exits and is plain decoding; a huge one exits at the second step, with the logits of that
+    depth; skipped steps store the last computed keys; a row's exit does not depend on the other rows."""
+    c = tiny(variant, recurrence=1 if variant == "dense" else 4)
+    model, idx = make(c), text(c, T=8)
+
+    def decode(threshold, rows=slice(None)):
+        cache = KVCache(c, len(idx[rows]), dtype=torch.float64)
+        with torch.no_grad():
+            model(idx[rows, :5], cache=cache)
+            if threshold is None:
+                return model.decode(idx[rows, 5:6], cache), None, cache
+            return *model.exit_early(idx[rows, 5:6], cache, threshold), cache
+
+    def cut_to(depth):
+        """The logits after `depth` steps of the sixth token, the five before it at full depth."""
+        whole, part = decode(None)[2], KVCache(c, len(idx), recurrence=depth, dtype=torch.float64)
+        n = c.n_prelude + depth * c.n_core
+        for mine, theirs in (part.keys, whole.keys), (part.values, whole.values):
+            mine[:n], mine[n:] = theirs[:n], theirs[len(theirs) - c.n_coda:]
+        part.length = 5
+        with torch.no_grad():
+            return model.decode(idx[:, 5:6], part)
+
+    plain, _, cache = decode(None)
+    logits, steps, exact = decode(0.0)
+    assert torch.allclose(plain, logits, atol=1e-12) and torch.allclose(cache.keys, exact.keys, atol=1e-12)
+    assert steps.tolist() == [c.recurrence] * 2
+    if variant == "dense":
+        return
+    logits, steps, cache = decode(math.inf)
+    assert steps.tolist() == [2, 2]
+    assert torch.allclose(logits, cut_to(2), atol=1e-12)
+    core = cache.keys[c.n_prelude:c.n_prelude + c.n_core * c.recurrence, :, :, 5].unflatten(0, (c.recurrence, c.n_core))
+    assert torch.equal(core[2], core[1]) and torch.equal(core[3], core[1]) and not torch.equal(core[1], core[0])
+    # a threshold between the two rows' divergences at step 2: one leaves, one stays
+    threshold = F.kl_div(cut_to(1).log_softmax(-1), cut_to(2).log_softmax(-1), log_target=True, reduction="none").sum(-1).mean().item()
+    logits, steps, _ = decode(threshold)
+    assert steps.min() == 2 < steps.max()
+    for row in (0, 1):
+        alone, depth, _ = decode(threshold, slice(row, row + 1))
+        assert depth[0] == steps[row] and torch.allclose(alone[0], logits[row], atol=1e-12)
+
+
+def test_generation_refuses_what_it_cannot_do():
+    for variant, how in ("mor", dict(exit_kl=1e-3)), ("mor", dict(kv="mean")), ("grt", dict(exit_kl=1e-3, kv="last")), ("grt", dict(kv="mode")):
+        model = make(tiny(variant))
+        with pytest.raises(ValueError, match="exit_kl|kv="):
+            model.generate(text(model.config, T=3), 3, **how)
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", ["dense", "mor", "grt"])
+def test_one_graph_decodes_a_text(variant, monkeypatch):
+    """The compiled step gives the uncompiled tokens, by one graph for all positions, also past block_size."""
+    model = make(tiny(variant), dtype=torch.float32)
+    idx = text(model.config, T=3)
+    with watched_compiler(monkeypatch) as graphs:
+        assert torch.equal(model.generate(idx, 15, temperature=0, compile=True), model.generate(idx, 15, temperature=0))
+        assert graphs() == 1
+
+
+@pytest.mark.parametrize("variant", LOOPS)
+def test_recomputation_changes_memory_alone(variant):
+    """--recompute: the same loss and gradients bit for bit, noise included, and fewer bytes kept."""
+    found = []
+    for recompute in (False, True):
+        c, kept = tiny(variant, recurrence=6), []
+        model = make(c).train()
+        model.recompute = recompute
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            loss = model(text(c), text(c, seed=1), want="none")[1]
+        loss.backward()
+        found.append(([loss, *(p.grad for p in model.parameters())], sum(kept)))
+    assert same(found[0][0], found[1][0]) and found[1][1] < 0.6 * found[0][1]
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_chunked_loss_is_cross_entropy(chunk, monkeypatch):
+    monkeypatch.setattr(model_file.ChunkedCrossEntropy, "chunk", chunk)
+    torch.manual_seed(0)
+    x, W, targets = (30 * torch.randn(13, 8)).double().requires_grad_(), torch.randn(31, 8).double().requires_grad_(), torch.randint(31, (13,))
+    for scale in (1.0, 0.3):
+        ours, plain = model_file.ChunkedCrossEntropy.apply(x, W, targets), F.cross_entropy(x @ W.t(), targets)
+        assert ours.item() == pytest.approx(plain.item(), abs=1e-10)
+        for a, b in zip(torch.autograd.grad(scale * ours, (x, W)), torch.autograd.grad(scale * plain, (x, W))):
+            assert torch.allclose(a, b, atol=1e-10)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = model_file.ChunkedCrossEntropy.apply(x.float() / 30, W.float(), targets)
+    assert low.dtype == torch.float32 and low.item() == pytest.approx(F.cross_entropy((x / 30) @ W.t(), targets).item(), rel=0.02)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The bench
+
+
+@each_variant
+def test_the_floor_is_the_model_s_own_products(variant):
+    """The products that bench.py times alone are all of the model's operations but routers and lookups."""
+    c = tiny(variant, recurrence=1 if variant == "dense" else 3)
+    model, T = make(c).train(), c.block_size
+    work = bench.products(model, T)
+    counted = sum(2 * rows * w.numel() if w is not None else 4 * rows**2 * c.n_embd for w, rows in work)
+    routers = c.variant == "mor" and T * model.rule.flops(c, c.recurrence, T)
+    assert counted + routers == T * c.flops_per_token()
+
+
+def test_bench_count(capsys):
+    assert status(bench.main, ["count", "grt_medium", "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["parameters"]["total"] == 171_073_536
+    assert round(found["paper"]["forward_of_dense"], 3) == 1.060 and round(found["paper"]["train_of_dense"], 3) == 0.725
+    assert [run["tokens"] for run in found["runs"]] == [4_915_200_000, 9_830_400_000, 19_660_800_000]
+    dense = config.load(train.TrainConfig, ["dense_medium"])
+    assert found["runs"][1]["train_flops"] == pytest.approx(9_830_400_000 * found["executed_head"]["train_of_dense"] * dense.train_flops_per_token())
+
+
+def test_isoflops_cells_are_matched():
+    """Forward operations within 7% of dense at medium and large, by the paper's formula; at small GRT alone is more."""
+    for scale in ("small", "medium", "large"):
+        dense = config.load(train.TrainConfig, [f"dense_{scale}"])
+        for system in ("looped", "poisson", "mor", "grt"):
+            c = config.load(train.TrainConfig, [f"{system}_{scale}"])
+            ratio = c.flops_per_token(accounting="paper", head=False) / dense.flops_per_token(accounting="paper", head=False)
+            assert abs(ratio - 1) < 0.07 or (system, scale) == ("grt", "small")
+            text = config.find(c.cell).read_text()
+            said = [float(x) for x in re.findall(r"head not counted: (\d(?:\.\d+)?)", text)]
+            assert said == [pytest.approx(ratio, abs=6e-4)], "the file states another mismatch"
+
+
+def test_match_spends_the_operations_of_dense():
+    for name in ("grt_small", "grt_tiny", "poisson_medium", "mor_tiny"):
+        for budget in (0.5, 2):
+            c = config.load(train.TrainConfig, [name, "--match=train_flops", f"--budget={budget}"])
+            dense = config.load(train.TrainConfig, [c.reference, f"--budget={budget}"])
+            assert c.steps * c.train_flops_per_token() == pytest.approx(dense.steps * dense.train_flops_per_token(), rel=1 / c.steps)
+
+
+def test_bench_cells_reads_runs(work, capsys):
+    """Our value is the last evaluation of a finished run; * where its settings are not the cell's."""
+    def put(folder, cell_name, last, *more):
+        c = config.load(train.TrainConfig, [cell_name, *more])
+        Path("out", folder).mkdir(parents=True)
+        entries = [{"settings": dataclasses.asdict(c), "steps": c.steps}, {"step": 3, "val_loss": 9.0}, {"step": last or c.steps, "val_loss": 1.25}]
+        Path("out", folder, "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+    put("a", "grt_tiny", None)
+    put("b", "dense_tiny", None, "--learning_rate=1")
+    put("c", "mor_tiny", 7)
+    assert status(bench.main, ["cells", "--scale=tiny", "--json"]) == 0
+    ours = {row["command"]: row["ours"] for row in json.loads(capsys.readouterr().out)}
+    assert ours["python train.py config/grt_tiny.py"] == "1.250"
+    assert ours["python train.py config/dense_tiny.py"] == "1.250*"
+    assert ours["python train.py config/mor_tiny.py"] == ours["python train.py config/grt_tiny.py --budget=2"] == ""
+
+
+def test_bench_measures(capsys):
+    """train and decode run and report what they promise; no figure is checked here."""
+    assert status(bench.main, ["decode", "dense_tiny", "grt_tiny", "--kv=all", "--context=8", "--new_tokens=2", "--rounds=1", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(r["cell"], r["kv"]) for r in rows] == [("dense_tiny", "full")] + [("grt_tiny", kv) for kv in KVCache.SHARING]
+    assert all(r["ms/token"] > 0 and r["weights MB"] + r["cache MB"] == pytest.approx(r["counted MB"]) for r in rows)
+    assert status(bench.main, ["train", "grt_tiny", "--rounds=1", "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    assert row["graphs"] == 0 and row["of first"] == 1 and row["GFLOP/s"] > 0
+
+
+def test_bench_quality(work, capsys):
+    assert run(max_iters=2) == 0
+    capsys.readouterr()
+    assert status(bench.main, ["quality", "--run=run", "--exit_kl=1e9", "--json"]) == 0
+    rows = {r["how"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["kv=full"]["change"] == 0 and rows["kv=full"]["same token"] == 1
+    assert rows["exit_kl=1e9"]["steps"] == pytest.approx(2)
+    model = model_file.from_checkpoint(checkpoint()).eval()
+    stream, T = prepare.open_dataset("mini").val, model.config.block_size
+    n = min(64, stream.windows(T))
+    x, y = train.load_windows(stream, [i * (stream.windows(T) // n) * T for i in range(n)], T, torch.device("cpu"))
+    assert rows["kv=full"]["loss"] == pytest.approx(model(x, y)[1].item(), abs=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

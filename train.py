@@ -11,6 +11,7 @@ A run lives in out/<run>/: latest.pt and best.pt, config.json, and log.jsonl wit
 """
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -77,6 +78,14 @@ class TrainConfig(ModelConfig):
         for name in ("max_iters", "batch_size", "tokens_per_step", "eval_interval", "log_interval", "budget", "learning_rate"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
+        for name in ("grad_clip", "weight_decay", "min_lr", "warmup_iters"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be in [0, 1)")
+        if self.eval_tokens is not None and self.eval_tokens < 1:
+            raise ValueError(f"eval_tokens={self.eval_tokens}: must be at least 1, or None for all")
         for name, allowed in (("match", ("tokens", "train_flops")), ("dtype", ("auto", "float32", "bfloat16")),
                               ("logger", ("", "tensorboard", "wandb"))):
             if getattr(self, name) not in allowed:
@@ -84,7 +93,7 @@ class TrainConfig(ModelConfig):
         if self.match == "train_flops" and not self.reference:
             raise ValueError("match=train_flops needs reference, the dense cell to match")
 
-    @property
+    @functools.cached_property
     def steps(self):
         """Optimizer steps of this run: the standard number, times the budget, times the price of the reference over
         this model's (executed operations, head included) where training FLOPs are matched."""
@@ -141,8 +150,8 @@ def find_device(name, local=0):
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(f"cuda:{local}" if name == "cuda" else name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise ConfigError(f"device={name}: not on this machine ({str(error).splitlines()[0]}); --device=cpu always works") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -215,7 +224,8 @@ def all_sum(x, device, ranks):
 
 
 def evaluation(model, dataset, c, device, ranks, stopping):
-    """What one evaluation logs: loss in nats per token and bits per byte, at every depth too when asked."""
+    """What one evaluation logs: loss in nats per token and bits per byte, at every depth too when asked. None where it
+    was stopped."""
     loss = evaluate(model, dataset.val, c, device, ranks, None, stopping)
     if loss is None:
         return None
@@ -230,7 +240,8 @@ def evaluation(model, dataset, c, device, ranks, stopping):
     if c.eval_depths:
         found["val_loss_at_depth"] = {r: evaluate(model, dataset.val, c, device, ranks, r, stopping) for r in range(1, c.recurrence)}
         found["val_loss_at_depth"][c.recurrence] = loss
-    return found
+    whole = None not in (found.get("val_loss_leaky", 0), *found.get("val_loss_at_depth", {}).values())
+    return found if whole else None
 
 
 def say_evaluation(step, found):
@@ -240,7 +251,7 @@ def say_evaluation(step, found):
     if "val_loss_leaky" in found:
         text += f"; leaky top-k {found['val_loss_leaky']:.4f}, decisions that differ {found['routing_disagreement']:.1%}"
     if "val_loss_at_depth" in found:
-        text += "; at depth " + ", ".join(f"{r}: {loss:.4f}" for r, loss in found["val_loss_at_depth"].items() if loss is not None)
+        text += "; at depth " + ", ".join(f"{r}: {loss:.4f}" for r, loss in found["val_loss_at_depth"].items())
     print(text, flush=True)
 
 
@@ -268,10 +279,13 @@ class Log:
                     entry = json.loads(line)
                     if "settings" in entry or entry.get("step", 0) < start:
                         kept.append(line)
-        self.path.write_text("".join(line + "\n" for line in kept))
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        os.replace(temporary, self.path)
         self.write(header | ({"resumed_at": start} if start else {}))
 
     def write(self, entry):
+        entry = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}   # JSON has no NaN
         with open(self.path, "a") as file:
             file.write(json.dumps(entry) + "\n")
         numbers = {k: v for k, v in entry.items() if isinstance(v, (int, float)) and k != "step"}
@@ -385,12 +399,12 @@ def train(c, should_stop=lambda: False):
         return saved["step"]
 
     optimizer = make_optimizer(model, c, device)
-    state = {"step": 0, "best_val_loss": math.inf, "skipped": 0, "skipped_in_a_row": 0}
+    state = {"step": 0, "evaluated": 0, "best_val_loss": math.inf, "skipped": 0, "skipped_in_a_row": 0}
     if resumed:
         optimizer.load_state_dict(saved["optimizer"])
         state = {k: saved[k] for k in state}
     start, saved = state["step"], None
-    if start >= steps:
+    if start >= steps and state["evaluated"] == start:
         if main:
             print(f"{run_dir} finished its {start} steps, best val loss {state['best_val_loss']:.4f}; --max_iters goes on, --fresh starts over")
         return start
@@ -426,14 +440,16 @@ def train(c, should_stop=lambda: False):
             if main:
                 save_checkpoint(latest, checkpoint(optimizer=optimizer.state_dict()))
             found = evaluation(model, dataset, c, device, ranks, should_stop)
-            if found:
-                if found["val_loss"] < state["best_val_loss"]:
-                    state["best_val_loss"] = found["val_loss"]
-                    if main:
-                        save_checkpoint(run_dir / "best.pt", checkpoint())
+            if found is None:
+                break                       # the same command evaluates anew and goes on
+            state["evaluated"] = step
+            if found["val_loss"] < state["best_val_loss"]:
+                state["best_val_loss"] = found["val_loss"]
                 if main:
-                    say_evaluation(step, found)
-                    log.write({"step": step, **found, "tokens": step * c.tokens_per_step})
+                    save_checkpoint(run_dir / "best.pt", checkpoint())
+            if main:
+                say_evaluation(step, found)
+                log.write({"step": step, **found, "tokens": step * c.tokens_per_step})
             if main and step == steps:
                 save_checkpoint(latest, checkpoint(optimizer=optimizer.state_dict()))
             since = time.perf_counter()
@@ -481,6 +497,8 @@ def train(c, should_stop=lambda: False):
             print(f"step {step}/{steps} | loss {loss:.4f} | depth {depth} | lr {lr:.2e} | {speed:,.0f} tokens/s"
                   + (f" | {mfu:.1%} MFU" if mfu else "") + f" | eta {int(eta // 60)}:{int(eta % 60):02d}", flush=True)
         if state["skipped_in_a_row"] >= 10:
+            if main and not latest.exists():
+                save_checkpoint(latest, checkpoint(optimizer=optimizer.state_dict()))
             raise TrainError(f"step {step}: the gradient was not finite 10 times in a row; {latest} holds the last good state. "
                              "Try a lower --learning_rate")
         if stop:
@@ -496,6 +514,8 @@ def read_settings(argv):
     c = config.load(TrainConfig, argv, __doc__)
     if not c.init_from:
         return c
+    if checkpoint_path(c.init_from).parent.resolve() == c.run_dir.resolve():
+        raise ConfigError(f"init_from={c.init_from} is where this run would go; give it another --out_dir")
     latest = c.run_dir / "latest.pt"
     source = latest if latest.exists() and not c.fresh else checkpoint_path(c.init_from)
     settings = load_checkpoint(source)["settings"]
@@ -511,7 +531,7 @@ def main(argv=None):
         signals.append(number)
         print(f"\n{signal.Signals(number).name}: saving after this step; once more stops at once", file=sys.stderr)
 
-    ranks = find_ranks()
+    ranks, c = find_ranks(), None
     try:
         c = read_settings(sys.argv[1:] if argv is None else argv)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -523,6 +543,10 @@ def main(argv=None):
         if ranks.rank:
             sys.exit(2)
         config.fail(error)
+    except OSError as error:
+        config.fail(f"{error.filename or (c and c.run_dir)}: {error.strerror or error}; what was saved before is unharmed")
+    except KeyboardInterrupt:
+        sys.exit(130)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

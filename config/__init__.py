@@ -63,7 +63,10 @@ def read_file(cls, name):
 def find(name):
     """The config file called `name`: a path, or the name of a file in this folder, with or without .py."""
     here = Path(__file__).parent
-    for path in (Path(name), Path(f"{name}.py"), here / f"{Path(name).stem}.py"):
+    places = [Path(name), Path(f"{name}.py")]
+    if str(Path(name).parent) in (".", here.name):       # config/grt_tiny.py is found from any folder
+        places.append(here / f"{Path(name).stem}.py")
+    for path in places:
         if path.is_file():
             return path
     near = difflib.get_close_matches(Path(name).stem, [p.stem for p in here.glob("[!_]*.py")], n=1)
