@@ -30,8 +30,8 @@ import config
 from config import ConfigError
 from model import CheckpointError, KVCache, ModelError, Transformer, from_checkpoint, load_checkpoint
 from prepare import DataError, open_dataset
-from train import (MAY_CHANGE, PEAK_FLOPS, TrainConfig, checkpoint_path, find_autocast, find_device, load_windows, low_precision,
-                   make_optimizer)
+from train import (MAY_CHANGE, TrainConfig, checkpoint_path, find_autocast, find_device, load_windows, low_precision,
+                   make_optimizer, peak_flops)
 
 SYSTEMS = ("dense", "looped", "mor", "poisson", "grt")
 LADDER = ("ladder_0_looped", "ladder_1_prelude_coda", "ladder_2_noise", "ladder_3_anchor", "ladder_4_gate")
@@ -68,9 +68,8 @@ class BenchConfig:
 def table(rows, titles):
     """Rows of cells as aligned text: names to the left, numbers to the right."""
     rows = [[str(cell) for cell in row] for row in [titles, *rows]]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-                     for row in rows)
+    first, *others = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join([row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], others))]).rstrip() for row in rows)
 
 
 def cell_names():
@@ -94,18 +93,23 @@ def num_params(c):
 # count
 
 
+ACCOUNTINGS = {"paper": "paper's formula", "paper_head": "and the head", "executed": "executed", "executed_head": "and the head"}
+
+
 def count_cell(name):
     """What a cell stores, runs and costs, beside the dense cell of its scale."""
     c = cell(name)
     dense, found = cell(c.reference), {"cell": name, "layout": c.layout, "parameters": num_params(c)}
     found["fewer_than_dense"] = 1 - found["parameters"]["total"] / num_params(dense)["total"]
-    for key, accounting, head in (("paper", "paper", False), ("paper_head", "paper", True),
-                                  ("executed", "executed", False), ("executed_head", "executed", True)):
-        forward, train = (f(accounting=accounting, head=head) for f in (c.flops_per_token, c.train_flops_per_token))
-        base = [f(accounting=accounting, head=head) for f in (dense.flops_per_token, dense.train_flops_per_token)]
-        found[key] = {"forward": forward, "forward_of_dense": forward / base[0], "train": train, "train_of_dense": train / base[1]}
+    for key in ACCOUNTINGS:
+        how = {"accounting": key.removesuffix("_head"), "head": key.endswith("_head")}
+        forward, train = c.flops_per_token(**how), c.train_flops_per_token(**how)
+        found[key] = {"forward": forward, "forward_of_dense": forward / dense.flops_per_token(**how),
+                      "train": train, "train_of_dense": train / dense.train_flops_per_token(**how)}
     tokens = [cell(name, f"--budget={b}").steps * c.tokens_per_step for b in BUDGETS]
-    found["runs"] = [{"budget": b, "tokens": n, "train_flops": n * c.train_flops_per_token()} for b, n in zip(BUDGETS, tokens)]
+    found["runs"] = [{"budget": b, "tokens": n, "train_flops": n * c.train_flops_per_token(),
+                      "train_flops_of_dense": c.train_flops_per_token() / dense.train_flops_per_token()}
+                     for b, n in zip(BUDGETS, tokens)]
     return found
 
 
@@ -117,21 +121,21 @@ def count(b, names):
         print(f"{f['cell']}: {f['layout']}")
         print(table([[part, f"{n:,}"] for part, n in f["parameters"].items() if n], ["parameters", ""]))
         print(f"{f['fewer_than_dense']:.1%} fewer than dense\n")
-        print(table([[label, f"{f[key]['forward'] / 1e6:,.4g}", f"{f[key]['forward_of_dense']:.3f}", f"{f[key]['train'] / 1e6:,.4g}",
-                      f"{f[key]['train_of_dense']:.3f}"] for label, key in
-                     (("paper's formula", "paper"), ("and the head", "paper_head"), ("executed", "executed"), ("and the head", "executed_head"))],
+        print(table([[label, f"{f[key]['forward'] / 1e6:,.4g}", f"{f[key]['forward_of_dense']:.3f}",
+                      f"{f[key]['train'] / 1e6:,.4g}", f"{f[key]['train_of_dense']:.3f}"] for key, label in ACCOUNTINGS.items()],
                     ["MFLOP per token", "forward", "of dense", "training, expected", "of dense"]) + "\n")
-        print(table([[f"{run['budget']:g}x", f"{run['tokens'] / 1e9:.4g}", f"{run['train_flops'] / 1e18:.4g}"] for run in f["runs"]],
-                    ["budget", "G tokens", "EFLOP to train"]) + "\n")
+        print(table([[f"{run['budget']:g}x", f"{run['tokens'] / 1e9:.4g}", f"{run['train_flops'] / 1e18:.4g}",
+                      f"{run['train_flops_of_dense']:.3f}"] for run in f["runs"]],
+                    ["budget", "G tokens", "EFLOP to train", "of dense"]) + "\n")
     if not names:
         print(table([[f["cell"], f["layout"], f"{f['parameters']['total']:,}", f"{f['fewer_than_dense']:.1%}",
-                      f"{f['executed']['forward'] / 1e6:,.4g}", *(f"{f[k]['forward_of_dense']:.3f}" for k in ("paper", "paper_head", "executed", "executed_head")),
-                      *(f"{f[k]['train_of_dense']:.3f}" for k in ("paper", "executed_head")), f"{f['runs'][1]['tokens'] / 1e9:.4g}",
-                      f"{f['runs'][1]['train_flops'] / 1e18:.4g}"] for f in found],
-                    ["cell", "layout", "parameters", "fewer", "MFLOP/token", "paper", "+head", "executed", "+head", "train, paper",
-                     "executed+head", "G tokens", "EFLOP"]))
-        print("\nMFLOP/token: forward, executed, head not counted. paper ... +head: forward of dense by the paper's formula and as "
-              "executed.\ntrain: expected training operations a token, of dense. G tokens, EFLOP: the standard budget (1x).")
+                      f"{f['executed']['forward'] / 1e6:,.4g}", *(f"{f[key]['forward_of_dense']:.3f}" for key in ACCOUNTINGS),
+                      *(f"{f[key]['train_of_dense']:.3f}" for key in ("paper", "executed_head")),
+                      f"{f['runs'][1]['tokens'] / 1e9:.4g}", f"{f['runs'][1]['train_flops'] / 1e18:.4g}"] for f in found],
+                    ["cell", "layout", "parameters", "fewer", "MFLOP/token", "paper", "+head", "executed", "+head",
+                     "train, paper", "executed+head", "G tokens", "EFLOP"]))
+        print("\nMFLOP/token: forward, executed, head not counted. paper ... +head: forward of dense by the paper's formula "
+              "and as executed.\ntrain: expected training operations a token, of dense. G tokens, EFLOP: the standard budget.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,7 +157,8 @@ def our_value(c, runs):
     for folder, settings, steps, last in runs:
         if (settings["cell"], settings["budget"], settings["match"]) == (c.cell, c.budget, c.match) and last["step"] == steps:
             mine = dataclasses.asdict(c)
-            differ = [f"{k}={settings.get(k)}" for k in mine if k not in MAY_CHANGE - {"max_iters"} and settings.get(k) != mine[k]]
+            free = MAY_CHANGE - {"max_iters"}
+            differ = [f"{k}={settings.get(k)}" for k in mine if k not in free and settings.get(k) != mine[k]]
             return f"{last['val_loss']:.3f}" + "*" * bool(differ), f"{folder}: {', '.join(differ)}" if differ else ""
     return "", ""
 
@@ -260,6 +265,11 @@ def timed(function, device):
     return time.perf_counter() - start
 
 
+def warm_up(device):
+    """Start the thread pools and libraries, whose memory is not the model's."""
+    torch.mm(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device))
+
+
 def peak_memory(work, device):
     """Most bytes that were allocated while work() ran, counted from before it: of CUDA memory, or of this process's
     resident memory on Linux; None elsewhere. work() returns what must stay alive."""
@@ -325,7 +335,7 @@ def train_step(c, b, device):
 
 def train_memory(c, b, device):
     """Peak bytes of two training steps, parameters and optimizer included."""
-    torch.mm(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device))    # thread pools and libraries are not counted
+    warm_up(device)
 
     def work():
         step, model = train_step(c, b, device)
@@ -347,7 +357,7 @@ def train_counted(c, B):
 def bench_train(b, names):
     device = find_device(b.device)
     names = names or ["dense_small", "grt_small"]
-    peak = next((f for name, f in PEAK_FLOPS.items() if device.type == "cuda" and name in torch.cuda.get_device_name(device)), None)
+    peak = peak_flops(device)
     steps, rows = {}, []
     for name in names:
         c = cell(name)
@@ -357,7 +367,8 @@ def bench_train(b, names):
         with fresh_compile_cache():
             first = timed(step, device)
             timed(step, device)
-        steps[name] = step, bare(model, b.batch_size, c.block_size, backward=True), first, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        steps[name] = step, bare(model, b.batch_size, c.block_size, backward=True), first, graphs
     times = {(name, kind): [] for name in names for kind in (0, 1)}
     for _ in range(b.rounds):
         for name, kind in times:
@@ -366,8 +377,8 @@ def bench_train(b, names):
         c, (seconds, floor) = cell(name), (statistics.median(times[name, kind]) for kind in (0, 1))
         tokens = b.batch_size * c.block_size
         flops = 3 * tokens * c.flops_per_token()
-        rows.append({"cell": name, "tokens/s": tokens / seconds, "GFLOP/s": flops / seconds / 1e9, "floor GFLOP/s": flops / floor / 1e9,
-                     "of floor": floor / seconds, "first s": steps[name][2], "graphs": steps[name][3],
+        rows.append({"cell": name, "tokens/s": tokens / seconds, "GFLOP/s": flops / seconds / 1e9,
+                     "floor GFLOP/s": flops / floor / 1e9, "of floor": floor / seconds, "first s": steps[name][2], "graphs": steps[name][3],
                      "MFU": flops / seconds / peak if peak else None, "peak MB": (apart(train_memory, c, b, device) or 0) / 1e6,
                      "counted MB": train_counted(c, b.batch_size) / 1e6})
     for row in rows:
@@ -419,7 +430,7 @@ def decoder(c, b, device, kv):
 
 def decode_memory(c, b, device, kv):
     """Peak bytes of a prompt and a few tokens more, weights and cache included."""
-    torch.mm(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device))
+    warm_up(device)
 
     def work():
         model, cache, prefill, step = decoder(c, b, device, kv)
@@ -454,11 +465,11 @@ def bench_decode(b, names):
     for row, key in zip(rows, what):
         model, cache = parts[key][:2]
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        per_token = cache.num_bytes() / cache.size
         ms, floor = (1e3 * statistics.median(t[key]) for t in (times, floors))
-        row |= {"ms/token": ms, "p95": 1e3 * statistics.quantiles(times[key], n=20)[-1], "of first": ms / rows[0].get("ms/token", ms),
-                "floor ms": floor, "of floor": ms / floor, "prefill tokens/s": b.batch_size * b.context / statistics.median(prefills[key]),
-                "weights MB": weights / 1e6, "cache MB": cache.num_bytes() / 1e6, "counted MB": (weights + cache.num_bytes()) / 1e6}
+        row |= {"ms/token": ms, "p95": 1e3 * statistics.quantiles(times[key], n=20)[-1],
+                "of first": ms / rows[0].get("ms/token", ms), "floor ms": floor, "of floor": ms / floor,
+                "prefill tokens/s": b.batch_size * b.context / statistics.median(prefills[key]), "weights MB": weights / 1e6,
+                "cache MB": cache.num_bytes() / 1e6, "counted MB": (weights + cache.num_bytes()) / 1e6}
     parts.clear()
     for row, key in zip(rows, what):
         row["peak MB"] = (apart(decode_memory, cell(key[0]), b, device, key[1]) or 0) / 1e6
@@ -472,7 +483,11 @@ def show(b, rows, title):
     """Rows of numbers as a table with its conditions, or as JSON."""
     if b.json:
         return print(json.dumps({"title": title, "rows": rows}, indent=1))
-    style = lambda x: "" if x is None else x if isinstance(x, str) else f"{x:,.0f}" if abs(x) >= 1000 or x == int(x) else f"{x:.4g}" if abs(x) >= 10 else f"{x:.3f}"
+
+    def style(x):
+        if x is None or isinstance(x, str):
+            return x or ""
+        return f"{x:,.0f}" if abs(x) >= 1000 or x == int(x) else f"{x:.4g}" if abs(x) >= 10 else f"{x:.3f}"
     print(table([[style(v) for v in row.values()] for row in rows], list(rows[0])))
     print("\n" + title)
 
@@ -529,13 +544,15 @@ def bench_paper(b, names):
     and the training speed of small and large."""
     device = find_device(b.device)
     if device.type != "cuda":
-        raise ConfigError(f"the paper's table is a GPU's; on {device.type} use: python bench.py decode dense_large grt_large --dtype=bfloat16")
+        raise ConfigError(f"the paper's table is a GPU's; on {device.type}, python bench.py decode dense_large grt_large "
+                          "--dtype=bfloat16 gives that machine's")
     for context in (128, 896):
         bench_decode(dataclasses.replace(b, context=context, new_tokens=64, kv="all"), ["dense_large", "grt_large"])
     bench_train(dataclasses.replace(b, batch_size=8), ["dense_small", "grt_small", "dense_large", "grt_large"])
 
 
-COMMANDS = {"count": count, "cells": cells, "train": bench_train, "decode": bench_decode, "quality": bench_quality, "paper": bench_paper}
+COMMANDS = {"count": count, "cells": cells, "train": bench_train, "decode": bench_decode, "quality": bench_quality,
+            "paper": bench_paper}
 
 
 def main(argv=None):

@@ -285,7 +285,9 @@ class KVCache:
         self.map += [(c.n_prelude + n_core + i, 1.0) for i in range(c.n_coda)]
         shape = (c.n_prelude + n_core + c.n_coda, batch_size, c.n_head, self.size, c.n_embd // c.n_head)
         self.keys, self.values = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
-        self.kept = torch.zeros(len(self.keys), batch_size, self.size, device=device, dtype=torch.bool) if c.variant == "mor" else None
+        self.kept = None
+        if c.variant == "mor":
+            self.kept = torch.zeros(len(self.keys), batch_size, self.size, device=device, dtype=torch.bool)
 
     def open(self, T):
         """Positions [T] of T new tokens, and a slot for each block in the order in which blocks run."""
@@ -606,9 +608,13 @@ class Transformer(nn.Module):
 
         a = run(self.prelude, slots, self.drop(self.wte(idx) + self.wpe(positions)))     # [B, T, D]
         core = functools.partial(run, self.core, slots)
-        step = functools.partial(checkpoint, self.rule.step, use_reentrant=False) if self.recompute and self.training else self.rule.step
+        step = self.rule.step
+        if self.recompute and self.training:
+            step = functools.partial(checkpoint, step, use_reentrant=False)
         h, shared = self.rule.start(a)
         for r in range(depth):
+            if r == depth - self.rule.backprop_steps:
+                torch.clear_autocast_cache()                # it may hold weights that were cast without gradient
             with contextlib.nullcontext() if r >= depth - self.rule.backprop_steps else torch.no_grad():
                 h, shared = step(h, shared, r, core)
         x = self.norm(run(self.coda, slots, h))
@@ -626,7 +632,7 @@ class Transformer(nn.Module):
         """The core steps that `recurrence` asks for, R if None. Raises ModelError where the model cannot run them."""
         depth = self.config.recurrence if recurrence is None else recurrence
         if not 0 <= depth <= self.rule.most_steps:
-            raise ModelError(f"recurrence={depth}: this {self.config.variant} model runs 0 to {self.rule.most_steps} core steps")
+            raise ModelError(f"recurrence={depth}: this {self.config.variant} model runs 0 to {self.rule.most_steps} steps")
         return depth
 
     # -- generation
@@ -724,8 +730,7 @@ class Transformer(nn.Module):
 
     def num_params(self):
         """Parameters by part, and their total; the head is tied to the token embedding and counted there."""
-        parts = dict(wte=self.wte, wpe=self.wpe, prelude=self.prelude, core=self.core, rule=self.rule, coda=self.coda, norm=self.norm)
-        count = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+        count = {name: sum(p.numel() for p in part.parameters()) for name, part in self.named_children()}
         count["total"] = sum(p.numel() for p in self.parameters())
         assert count["total"] == sum(n for name, n in count.items() if name != "total"), "a parameter outside every part"
         return count

@@ -152,7 +152,8 @@ def find_device(name, local=0):
         device = torch.device(f"cuda:{local}" if name == "cuda" else name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        raise ConfigError(f"device={name}: not on this machine ({str(error).splitlines()[0]}); --device=cpu always works") from None
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"device={name}: not on this machine ({why}); --device=cpu always works") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -160,13 +161,21 @@ def find_device(name, local=0):
 
 def low_precision(dtype, device):
     """Whether a `dtype` setting means bfloat16 on this device."""
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) if dtype == "auto" else dtype == "bfloat16"
+    if dtype == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return dtype == "bfloat16"
 
 
 def find_autocast(dtype, device):
     """A function that opens the autocast context of a `dtype` setting."""
     low = low_precision(dtype, device)
     return lambda: torch.autocast(device.type, torch.bfloat16) if low else contextlib.nullcontext()
+
+
+def peak_flops(device):
+    """The device's peak in operations per second, None where it is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
 
 
 def make_optimizer(model, c, device):
@@ -238,7 +247,8 @@ def evaluation(model, dataset, c, device, ranks, stopping):
         other, decisions = all_sum(torch.tensor(model.rule.decisions, dtype=torch.float64), device, ranks).tolist()
         found["routing_disagreement"] = other / max(1, decisions)
     if c.eval_depths:
-        found["val_loss_at_depth"] = {r: evaluate(model, dataset.val, c, device, ranks, r, stopping) for r in range(1, c.recurrence)}
+        found["val_loss_at_depth"] = {r: evaluate(model, dataset.val, c, device, ranks, r, stopping)
+                                      for r in range(1, c.recurrence)}
         found["val_loss_at_depth"][c.recurrence] = loss
     whole = None not in (found.get("val_loss_leaky", 0), *found.get("val_loss_at_depth", {}).values())
     return found if whole else None
@@ -271,7 +281,7 @@ class Log:
                 import wandb
             except ImportError:
                 raise ConfigError("logger=wandb needs the package: pip install wandb") from None
-            self.wandb = wandb.init(project="grt", name=c.run_dir.name, config=dataclasses.asdict(c), resume="allow", id=c.run_dir.name)
+            self.wandb = wandb.init(project="grt", id=c.run_dir.name, resume="allow", config=dataclasses.asdict(c))
         kept = []
         if start and self.path.exists():    # steps after the checkpoint will come again
             for line in self.path.read_text().splitlines():
@@ -406,7 +416,8 @@ def train(c, should_stop=lambda: False):
     start, saved = state["step"], None
     if start >= steps and state["evaluated"] == start:
         if main:
-            print(f"{run_dir} finished its {start} steps, best val loss {state['best_val_loss']:.4f}; --max_iters goes on, --fresh starts over")
+            print(f"{run_dir} finished its {start} steps, best val loss {state['best_val_loss']:.4f}; "
+                  "a larger --max_iters goes on, --fresh starts over")
         return start
     ddp = model
     if ranks.world > 1:
@@ -418,7 +429,7 @@ def train(c, should_stop=lambda: False):
 
     # the log
     parameters = model.num_params()
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if device.type == "cuda" and name in torch.cuda.get_device_name(device)), None)
+    peak = peak_flops(device)
     if main:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.json").write_text(json.dumps(dataclasses.asdict(c), indent=1) + "\n")
@@ -519,7 +530,8 @@ def read_settings(argv):
     latest = c.run_dir / "latest.pt"
     source = latest if latest.exists() and not c.fresh else checkpoint_path(c.init_from)
     settings = load_checkpoint(source)["settings"]
-    return config.load(TrainConfig, argv, over={f.name: settings[f.name] for f in dataclasses.fields(ModelConfig) if f.name in settings})
+    shape = {f.name: settings[f.name] for f in dataclasses.fields(ModelConfig) if f.name in settings}
+    return config.load(TrainConfig, argv, over=shape)
 
 
 def main(argv=None):
