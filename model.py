@@ -189,7 +189,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(LN x), then x + mlp(LN x)."""
+    """x + attention(LN x), then x + mlp(LN x); under a rule that wants sandwich norms, each sum goes through LN too."""
 
     def __init__(self, c):
         super().__init__()
@@ -198,10 +198,12 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(c.n_embd, bias=c.bias)
         self.mlp = MLP(c)
         self.drop = nn.Dropout(c.dropout)
+        after = RULES[c.variant].sandwich
+        self.after1, self.after2 = (nn.LayerNorm(c.n_embd, bias=c.bias) if after else nn.Identity() for _ in range(2))
 
     def forward(self, x, slot=None, keep=None):
-        x = x + self.drop(self.attn(self.norm1(x), slot, keep))
-        return x + self.drop(self.mlp(self.norm2(x)))
+        x = self.after1(x + self.drop(self.attn(self.norm1(x), slot, keep)))
+        return self.after2(x + self.drop(self.mlp(self.norm2(x))))
 
 
 def run(blocks, slots, x, keep=None):
@@ -334,6 +336,7 @@ class Looped(nn.Module):
     sampling = "fixed"          # how training draws its depth, unless told otherwise
     backprop_steps = math.inf   # the last so many steps receive gradient
     most_steps = math.inf       # the rule knows no more
+    sandwich = False            # blocks have norms after their sums too
     regions = ()                # its methods that are worth compiling
 
     def __init__(self, c):
@@ -371,11 +374,14 @@ class HeavyTail(Looped):
     """Heavy-tail depth sampling (Geiping et al. 2025, arXiv 2502.05171): u_r = W [h_{r-1} ; a], h_r = LN core(u_r).
 
     h_0 is drawn from a truncated normal of variance 2/5; depth is drawn from a log-normal Poisson; gradients flow
-    through the last 8 steps only. Ours: evaluation starts every token from one fixed draw, so that a loss is the same
-    twice; depth is capped at 4R (their own code has no cap). Left out: RoPE, gated SiLU, and embedding scale, since all
-    systems here share GPT-2's parts.
+    through the last 8 steps only; blocks have sandwich norms. Ours: evaluation starts every token from one fixed draw,
+    so that a loss is the same twice; depth is capped at 4R (their own code has no cap). Left out: RoPE, gated SiLU and
+    their embedding scale, since all systems here share GPT-2's parts.
+
+    Sandwich norms were chosen on poisson_tiny (1,250 steps, seed 1337): after 900 steps a training loss of 2.02, against
+    2.09 for pre-norm blocks with LN on the anchor, and over 2.2 with pre-norm alone, whose anchor is much smaller than h.
     """
-    sampling, backprop_steps = "poisson", 8
+    sampling, backprop_steps, sandwich = "poisson", 8, True
     std = math.sqrt(2 / 5)
 
     def __init__(self, c):
