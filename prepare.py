@@ -894,8 +894,8 @@ def prepare_fineweb(name="fineweb", data_dir="data", shards=103, dry_run=False, 
                 path = os.path.join(directory, f["file"])
                 if not os.path.exists(path):
                     download(endpoint() + f["url"], path, f["size"], f["sha256"], progress=progress)
-                header = np.fromfile(path, "<i4", 256)
-                if len(header) < 256 or tuple(header[:2]) != (20240520, 1) or os.path.getsize(path) != 1024 + 2 * header[2]:
+                header, size = np.fromfile(path, "<i4", 256), os.path.getsize(path)
+                if len(header) < 256 or tuple(header[:2]) != (20240520, 1) or size != 1024 + 2 * header[2]:
                     raise DataError(f"{path} is not a whole token shard, its header says; remove it and run this again")
                 files[i] = {"name": f["file"], "tokens": int(header[2]), "sha256": f["sha256"], "offset": 1024}
             tokens = sum(f["tokens"] for f in files)
@@ -958,7 +958,8 @@ def prepare_gpt2(name, out_dir="out", revision="main"):
         [found] = hub_files("", f"openai-community/{name}", revision, r"model\.safetensors")
         need_disk(directory, 2.1 * found["size"])
         if not os.path.exists(weights):
-            download(endpoint() + found["url"], weights, found["size"], found["sha256"], progress=Progress(B=found["size"]))
+            download(endpoint() + found["url"], weights, found["size"], found["sha256"],
+                     progress=Progress(B=found["size"]))
         try:
             checkpoint = convert_gpt2(read_safetensors(weights))
         except KeyError as e:
