@@ -749,7 +749,7 @@ def download(url, path, size, sha256=None, tries=TRIES, progress=None, stop=thre
 
 def hub_files(kind, repo, revision, pattern):
     """The files of a Hub repository whose whole name matches: a list of {"file", "url", "size", "sha256"} by name.
-    kind: "datasets/" or "" (models)."""
+    kind: "datasets/" or "" (models). The url starts after the endpoint, which may change before a run is continued."""
     url, found = f"{endpoint()}/api/{kind or 'models/'}{repo}/tree/{revision}?recursive=true", []
 
     def page():
@@ -757,7 +757,7 @@ def hub_files(kind, repo, revision, pattern):
             try:
                 entries = [e for e in json.loads(r.content) if e["type"] == "file"]
                 return [{"file": os.path.basename(e["path"]), "size": e["size"], "sha256": e.get("lfs", {}).get("oid"),
-                         "url": f"{endpoint()}/{kind}{repo}/resolve/{revision}/{urllib.parse.quote(e['path'])}"}
+                         "url": f"/{kind}{repo}/resolve/{revision}/{urllib.parse.quote(e['path'])}"}
                         for e in entries], r.links.get("next", {}).get("url")
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise Again("this is not the Hub's listing of a repository") from None
@@ -835,7 +835,7 @@ def prepare_cccc(name="cccc", data_dir="data", tokenizer="gpt2", max_tokens=math
         def fetch(item):
             path = os.path.join(directory, "inputs", item["file"])
             if not os.path.exists(path):
-                download(item["url"], path, item["size"], item["sha256"], progress=progress, stop=stop)
+                download(endpoint() + item["url"], path, item["size"], item["sha256"], progress=progress, stop=stop)
             return item, path
 
         with ThreadPoolExecutor(1) as downloader:
@@ -893,9 +893,9 @@ def prepare_fineweb(name="fineweb", data_dir="data", shards=103, dry_run=False, 
             for i, f in enumerate(files):
                 path = os.path.join(directory, f["file"])
                 if not os.path.exists(path):
-                    download(f["url"], path, f["size"], f["sha256"], progress=progress)
-                header = np.fromfile(path, "<i4", 256)
-                if len(header) < 256 or tuple(header[:2]) != (20240520, 1) or os.path.getsize(path) != 1024 + 2 * header[2]:
+                    download(endpoint() + f["url"], path, f["size"], f["sha256"], progress=progress)
+                header, size = np.fromfile(path, "<i4", 256), os.path.getsize(path)
+                if len(header) < 256 or tuple(header[:2]) != (20240520, 1) or size != 1024 + 2 * header[2]:
                     raise DataError(f"{path} is not a whole token shard, its header says; remove it and run this again")
                 files[i] = {"name": f["file"], "tokens": int(header[2]), "sha256": f["sha256"], "offset": 1024}
             tokens = sum(f["tokens"] for f in files)
@@ -958,7 +958,8 @@ def prepare_gpt2(name, out_dir="out", revision="main"):
         [found] = hub_files("", f"openai-community/{name}", revision, r"model\.safetensors")
         need_disk(directory, 2.1 * found["size"])
         if not os.path.exists(weights):
-            download(found["url"], weights, found["size"], found["sha256"], progress=Progress(B=found["size"]))
+            download(endpoint() + found["url"], weights, found["size"], found["sha256"],
+                     progress=Progress(B=found["size"]))
         try:
             checkpoint = convert_gpt2(read_safetensors(weights))
         except KeyError as e:

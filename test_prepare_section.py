@@ -247,6 +247,11 @@ def test_data_command_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.txt").write_text("something else\n\n" * 1000)
     assert "was made with" in data_refused(capsys, "a.txt")
     assert data_bytes(tmp_path / "data" / "a") == before
+    assert "was made with" in data_refused(capsys, "cccc", "--name=a")
+    monkeypatch.setattr(prepare, "LINE_BYTES", 99)
+    (tmp_path / "wide.jsonl").write_text(json.dumps({"text": "x" * 200}))
+    assert "wide.jsonl, line 1: too long" in data_refused(capsys, "wide.jsonl")
+    assert data_bytes(tmp_path / "data" / "a") == before
     with pytest.raises(prepare.DataError, match=r"make it with: python prepare.py shakespeare$"):
         prepare.open_dataset("shakespeare")
 
@@ -502,6 +507,7 @@ def test_data_cccc(tmp_path, hub, small_shards, capsys, monkeypatch):
     before = data_bytes(tmp_path / "cccc")
     line = data_refused(capsys, *CCCC_ARGS[:2], "--val_fraction=0.2", f"--data_dir={tmp_path}")
     assert "made with val_fraction = 0.1, not 0.2" in line
+    (tmp_path / "cccc" / "train-0001-000.bin").unlink()          # a lost file is made again, whatever else is there stays
     assert data_run(capsys, *CCCC_ARGS, f"--data_dir={tmp_path}")[0] == 0 and data_bytes(tmp_path / "cccc") == before
 
 
@@ -651,7 +657,7 @@ def test_data_fineweb(tmp_path, hub, capsys):
     made = len(hub.asked)
     assert data_run(capsys, "fineweb", "--shards=3", f"--data_dir={tmp_path}")[0] == 0      # only the third is fetched
     assert len(prepare.open_dataset("fineweb", tmp_path).train) == 9000 and len(hub.asked) == made + 2
-    files["fineweb_val_000000.bin"] = files["fineweb_val_000000.bin"][2:]
+    files["fineweb_val_000000.bin"] = files["fineweb_val_000000.bin"][:-2]
     hub.add_repository("datasets/", "kjj0/fineweb10B-gpt2", "main", files)
     assert "not a whole token shard" in data_refused(capsys, "fineweb", f"--data_dir={tmp_path}/b")
     assert not (tmp_path / "b" / "fineweb" / "meta.json").exists()
