@@ -943,8 +943,8 @@ def convert_gpt2(tensors):
     (vocab_size, n_embd), block_size = model["wte.weight"].shape, len(model["wpe.weight"])      # heads are 64 wide
     settings = dict(variant="dense", n_prelude=n_layer, n_core=0, n_coda=0, recurrence=1, n_embd=n_embd,
                     n_head=n_embd // 64, block_size=block_size, vocab_size=vocab_size, bias=True, dropout=0.0,
-                    gelu="tanh", tokenizer="gpt2")
-    return {"model": {k: v.float() for k, v in model.items()}, "settings": settings, "step": 0}
+                    gelu="tanh")
+    return {"model": {k: v.float() for k, v in model.items()}, "settings": settings, "tokenizer": "gpt2", "step": 0}
 
 
 def prepare_gpt2(name, out_dir="out", revision="main"):
