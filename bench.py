@@ -407,7 +407,8 @@ WARM_UP = 4    # tokens decoded before the clock counts
 
 
 def decoder(c, b, device, kv):
-    """A model, its cache, and two functions: prefill() fills the cache with `context` tokens, step() decodes one more."""
+    """A model, its cache, and three functions: prefill() fills the cache with `context` tokens, step() decodes one more,
+    again() computes what step() would without a cache, from the first token on."""
     model = new_model(c, device, model_dtype(b, device)).eval()
     cache = KVCache(c, b.batch_size, b.context + max(b.new_tokens, WARM_UP), None, device, model.dtype, kv)
     prompt = torch.randint(c.vocab_size, (b.batch_size, b.context), device=device)
@@ -425,7 +426,11 @@ def decoder(c, b, device, kv):
     @torch.inference_mode()
     def step():
         decode(prompt[:, :1].clone(), cache)
-    return model, cache, prefill, step
+
+    @torch.inference_mode()
+    def again():
+        model(prompt, want="last")
+    return model, cache, prefill, step, again
 
 
 def decode_memory(c, b, device, kv):
@@ -433,7 +438,7 @@ def decode_memory(c, b, device, kv):
     warm_up(device)
 
     def work():
-        model, cache, prefill, step = decoder(c, b, device, kv)
+        model, cache, prefill, step, _ = decoder(c, b, device, kv)
         prefill()
         for _ in range(3):
             step()
@@ -448,18 +453,19 @@ def bench_decode(b, names):
                                                     ["full" if b.kv == "all" or cell(name).recurrence == 1 else b.kv])]
     parts, rows = {}, []
     for name, kv in what:
-        model, cache, prefill, step = decoder(cell(name), b, device, kv)
-        parts[name, kv] = model, cache, prefill, step, bare(model, b.batch_size, 1, b.context)
+        model, cache, prefill, step, again = decoder(cell(name), b, device, kv)
+        parts[name, kv] = model, cache, prefill, step, bare(model, b.batch_size, 1, b.context), again
         prefill()
         first = timed(step, device)
         for _ in range(WARM_UP - 1):
             step()
         rows.append({"cell": name, "kv": kv, "first s": first})
-    prefills, times, floors = ({key: [] for key in what} for _ in range(3))
+    prefills, times, floors, uncached = ({key: [] for key in what} for _ in range(4))
     for _ in range(b.rounds):
         for key in what:
-            model, cache, prefill, step, floor = parts[key]
+            model, cache, prefill, step, floor, again = parts[key]
             prefills[key].append(timed(prefill, device))
+            uncached[key].append(timed(again, device))
             times[key] += [timed(step, device) for _ in range(b.new_tokens)]
             floors[key] += [timed(floor, device) for _ in range(b.new_tokens)]
     for row, key in zip(rows, what):
@@ -468,6 +474,7 @@ def bench_decode(b, names):
         ms, floor = (1e3 * statistics.median(t[key]) for t in (times, floors))
         row |= {"ms/token": ms, "p95": 1e3 * statistics.quantiles(times[key], n=20)[-1],
                 "of first": ms / rows[0].get("ms/token", ms), "floor ms": floor, "of floor": ms / floor,
+                "no cache": 1e3 * statistics.median(uncached[key]) / ms,
                 "prefill tokens/s": b.batch_size * b.context / statistics.median(prefills[key]), "weights MB": weights / 1e6,
                 "cache MB": cache.num_bytes() / 1e6, "counted MB": (weights + cache.num_bytes()) / 1e6}
     parts.clear()
@@ -476,7 +483,7 @@ def bench_decode(b, names):
         row["rest MB"] = row["peak MB"] - row["counted MB"]
     show(b, rows, f"Decoding on {describe(device)}, {str(model_dtype(b, device))[6:]}, batch {b.batch_size}, after {b.context} tokens"
          f"{', compiled' if resolve_compile(b, device) else ''}. floor: the step's bare matrix products and attention calls; "
-         "counted: weights and cache.")
+         "no cache: how many times longer a token takes without it. counted: weights and cache.")
 
 
 def show(b, rows, title):
