@@ -2205,6 +2205,7 @@ def test_data_gpt2_weights(tmp_path, hub, capsys, prefix):
     c = model.config
     assert (c.variant, c.n_prelude, c.n_embd, c.n_head, c.block_size, c.vocab_size, c.bias, c.gelu) == ("dense", 2, 128, 2, 16, 50, True, "tanh")
     assert np.abs(model(idx)[0][0].detach().numpy() - data_gpt2_forward(weights, idx[0].numpy(), 2)).max() < 1e-5
+    assert status(train.main, [f"--out_dir={tmp_path / 'gpt2'}"]) == 2 and "--init_from" in capsys.readouterr().err
     before = (tmp_path / "gpt2" / "latest.pt").read_bytes()
     assert data_run(capsys, "gpt2", f"--out_dir={tmp_path}")[0] == 0
     assert (tmp_path / "gpt2" / "latest.pt").read_bytes() == before

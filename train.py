@@ -380,6 +380,8 @@ def train(c, should_stop=lambda: False):
     saved, resumed = None, latest.exists() and not (c.fresh and c.eval_only)
     if resumed:
         saved = load_checkpoint(latest)
+        if "optimizer" not in saved and not c.eval_only:
+            raise ConfigError(f"{latest} holds weights alone; start a run of your own from them: --init_from={run_dir}")
         check_same_run(saved["settings"], c)
     elif c.init_from:
         saved = load_checkpoint(checkpoint_path(c.init_from))
@@ -414,7 +416,7 @@ def train(c, should_stop=lambda: False):
         optimizer.load_state_dict(saved["optimizer"])
         state = {k: saved[k] for k in state}
     start, saved = state["step"], None
-    if start >= steps and state["evaluated"] == start:
+    if start > steps or start == steps == state["evaluated"]:
         if main:
             print(f"{run_dir} finished its {start} steps, best val loss {state['best_val_loss']:.4f}; "
                   "a larger --max_iters goes on, --fresh starts over")
