@@ -31,7 +31,7 @@ from config import ConfigError
 from model import CheckpointError, KVCache, ModelError, Transformer, from_checkpoint, load_checkpoint
 from prepare import DataError, open_dataset
 from train import (MAY_CHANGE, TrainConfig, checkpoint_path, find_autocast, find_device, load_windows, low_precision,
-                   make_optimizer, peak_flops)
+                   make_optimizer, peak_flops, wants_compile)
 
 SYSTEMS = ("dense", "looped", "mor", "poisson", "grt")
 LADDER = ("ladder_0_looped", "ladder_1_prelude_coda", "ladder_2_noise", "ladder_3_anchor", "ladder_4_gate")
@@ -308,17 +308,13 @@ def model_dtype(b, device):
     return torch.bfloat16 if low_precision(b.dtype, device) else torch.float32
 
 
-def resolve_compile(b, device):
-    return device.type == "cuda" if b.compile is None else b.compile
-
-
 # -- train
 
 
 def train_step(c, b, device):
     """A function that takes one optimizer step at full depth on random tokens, and its model."""
     model = new_model(c, device, torch.float32).train()
-    if resolve_compile(b, device):
+    if wants_compile(b.compile, device):
         model.compile_regions()
     optimizer, autocast = make_optimizer(model, c, device), find_autocast(b.dtype, device)
     x = torch.randint(c.vocab_size, (b.batch_size, c.block_size + 1), device=device)
@@ -384,7 +380,7 @@ def bench_train(b, names):
     for row in rows:
         row["of first"] = row["GFLOP/s"] / rows[0]["GFLOP/s"]
     show(b, rows, f"Training at full depth on {describe(device)}, {b.batch_size} × block_size tokens a step, AdamW included"
-         f"{', compiled' if resolve_compile(b, device) else ''}. floor: the step's bare matrix products and attention calls.")
+         f"{', compiled' if wants_compile(b.compile, device) else ''}. floor: the step's bare matrix products and attention calls.")
 
 
 @contextlib.contextmanager
@@ -412,15 +408,13 @@ def decoder(c, b, device, kv):
     model = new_model(c, device, model_dtype(b, device)).eval()
     cache = KVCache(c, b.batch_size, b.context + max(b.new_tokens, WARM_UP), None, device, model.dtype, kv)
     prompt = torch.randint(c.vocab_size, (b.batch_size, b.context), device=device)
-    decode = model.decode
-    if resolve_compile(b, device):
-        decode = torch.compile(decode, fullgraph=True, mode="reduce-overhead" if device.type == "cuda" else None)
+    decode = model.compiled_decode() if wants_compile(b.compile, device) else model.decode
 
     @torch.inference_mode()
     def prefill():
         cache.reset()
         model(prompt, cache=cache, want="last")
-        if resolve_compile(b, device):
+        if wants_compile(b.compile, device):
             cache.freeze()
 
     @torch.inference_mode()
@@ -482,7 +476,7 @@ def bench_decode(b, names):
         row["peak MB"] = (apart(decode_memory, cell(key[0]), b, device, key[1]) or 0) / 1e6
         row["rest MB"] = row["peak MB"] - row["counted MB"]
     show(b, rows, f"Decoding on {describe(device)}, {str(model_dtype(b, device))[6:]}, batch {b.batch_size}, after {b.context} tokens"
-         f"{', compiled' if resolve_compile(b, device) else ''}. floor: the step's bare matrix products and attention calls; "
+         f"{', compiled' if wants_compile(b.compile, device) else ''}. floor: the step's bare matrix products and attention calls; "
          "no cache: how many times longer a token takes without it. counted: weights and cache.")
 
 

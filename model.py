@@ -660,9 +660,7 @@ class Transformer(nn.Module):
             raise ModelError(f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
         if exit_kl is not None and (not cached or compile or kv != "full" or c.variant == "mor"):
             raise ModelError("exit_kl needs the full cache, an uncompiled step, and a model whose steps hold all tokens")
-        training, decode = self.training, self.decode
-        if compile:
-            decode = torch.compile(decode, fullgraph=True, mode="reduce-overhead" if idx.is_cuda else None)
+        training, decode = self.training, self.compiled_decode() if compile else self.decode
         self.eval()
         try:
             generator = torch.Generator(idx.device).manual_seed(seed)
@@ -697,6 +695,10 @@ class Transformer(nn.Module):
         if cache.position is not None:
             cache.position += 1
         return logits
+
+    def compiled_decode(self):
+        """`decode` as one graph, for a frozen cache; on CUDA replayed as a CUDA graph."""
+        return torch.compile(self.decode, fullgraph=True, mode="reduce-overhead" if self.wte.weight.is_cuda else None)
 
     def exit_early(self, token, cache, exit_kl):
         """As `decode`, but a row stops looping when KL(p_r || p_{r-1}) < exit_kl, p_r the next token's distribution

@@ -20,7 +20,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -148,7 +147,7 @@ class Naive:
         return self.norm("rule.norm", core(torch.cat((h, a), dim=-1) @ W.T))
 
     def grt(self, h, a, core, r):
-        p, c, D = self.p, self.c, self.c.n_embd
+        p, c = self.p, self.c
         u = self.noisy(h)
         if c.anchor:
             W = torch.cat((p["rule.project_state.weight"], p["rule.project_anchor.weight"]), dim=1)
@@ -304,7 +303,7 @@ def test_gate_multiplies_the_old_state():
         ungated = Transformer(dataclasses.replace(model.config, gate=False)).double().eval()
         ungated.load_state_dict(model.state_dict(), strict=False)
         assert torch.allclose(opened, ungated(x)[0], atol=1e-12) and not torch.allclose(opened, only_prelude, atol=1e-3)
-    fresh, gates = Transformer(tiny("grt", n_embd=64)).eval(), []
+    fresh = Transformer(tiny("grt", n_embd=64)).eval()
     h = torch.randn(1, 12, 64)
     kept = fresh.rule.blend(h, torch.zeros_like(h), fresh.rule.start(h)[1][1]) / h
     assert abs(kept.mean() - 1 / (1 + math.exp(-4))) < 0.002
@@ -1136,7 +1135,7 @@ def test_shared_caches(variant):
 
 
 @pytest.mark.parametrize("variant", ["looped", "poisson", "grt"])
-def test_early_exit(variant):
+def test_exit_stores_and_returns_the_last_step_run(variant):
     """A threshold of 0 never exits: the greedy text is the full one, in R steps a token. A large one exits at step 2."""
     model = make(tiny(variant), scale=0.3)
     for exit_kl, steps in ((0.0, 3), (1e9, 2)):

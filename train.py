@@ -166,6 +166,11 @@ def low_precision(dtype, device):
     return dtype == "bfloat16"
 
 
+def wants_compile(compile, device):
+    """What a `compile` setting means on this device: None compiles on CUDA, where it pays."""
+    return device.type == "cuda" if compile is None else compile
+
+
 def find_autocast(dtype, device):
     """A function that opens the autocast context of a `dtype` setting."""
     low = low_precision(dtype, device)
@@ -400,7 +405,7 @@ def train(c, should_stop=lambda: False):
         except RuntimeError as error:
             raise ConfigError(f"the checkpoint's model has another shape: {str(error).splitlines()[1].strip()}") from None
     model.recompute = c.recompute
-    compile = device.type == "cuda" if c.compile is None else c.compile
+    compile = wants_compile(c.compile, device)
     if compile:
         model.compile_regions()
 
