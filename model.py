@@ -74,6 +74,7 @@ class ModelConfig:
     anchor: bool = True        # grt: feed the prelude's output to every step (off: a rung of the ablation ladder)
     gate: bool = True          # grt: blend old state and proposal (off: take the proposal)
     gate_bias: float = 4.0     # grt: initial bias of the gate's output; +4 keeps 98% of the old state
+    half_identity: bool = False  # grt: W starts as half the identity on each side, u = (h + a) / 2, not at random
     noise: float = 0.1         # grt: standard deviation of the state's and the gate's noise in training; 0 is off
     depth_sampling: str = ""   # depth per optimizer step: fixed, uniform or poisson ("" is the variant's own)
 
@@ -482,6 +483,7 @@ class Gated(Looped):
     def __init__(self, c):
         super().__init__(c)
         D, self.noise, self.gate_bias, self.has_anchor, self.has_gate = c.n_embd, c.noise, c.gate_bias, c.anchor, c.gate
+        self.half_identity = c.half_identity
         if c.anchor:
             self.project_state = nn.Linear(D, D, bias=False)
             self.project_anchor = nn.Linear(D, D)               # W's bias is added once too
@@ -496,6 +498,9 @@ class Gated(Looped):
     def reset_parameters(self):
         if self.has_gate:
             nn.init.constant_(self.gate_out.bias, self.gate_bias)
+        if self.has_anchor and self.half_identity:
+            for half in self.project_state, self.project_anchor:
+                half.weight.data = torch.eye(len(half.weight)) / 2
 
     def start(self, a):
         projected = self.project_anchor(a) if self.has_anchor else 0.0

@@ -2291,7 +2291,7 @@ def test_every_cell_is_a_model(path):
     """Each config file is plain assignments that make a valid run, and the name of its folder."""
     tree = __import__("ast").parse(path.read_text())
     assert all(type(node).__name__ == "Assign" for node in tree.body)
-    if path.stem not in ("tiny", "small", "medium", "large"):
+    if path.stem not in ("nano", "micro", "tiny", "small", "medium", "large"):
         c = setting(path.stem)
         assert c.run_dir == Path("out") / path.stem and c.steps == c.max_iters
         assert c.tokens_per_step % (c.batch_size * c.block_size) == 0

@@ -1,0 +1,3 @@
+base = "nano.py"
+variant = "grt"
+n_prelude, n_core, recurrence, n_coda = 1, 1, 4, 1

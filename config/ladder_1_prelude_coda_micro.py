@@ -1,0 +1,3 @@
+# Rung 1: and a prelude and a coda.
+base = "ladder_2_noise_micro.py"
+noise = 0

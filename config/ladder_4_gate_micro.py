@@ -1,0 +1,2 @@
+# Rung 4: and the gate, which is all of GRT.
+base = "grt_micro.py"
