@@ -518,9 +518,12 @@ class Gated(Looped):
 
     def blend(self, h, proposal, gated):
         """The new state [B, T, D] from the old one, the proposal and the anchor's half of f's first layer."""
+        return torch.lerp(proposal, h, self.gate(h, gated).type_as(h))
+
+    def gate(self, h, gated):
+        """How much of the old state each channel keeps, in (0, 1): [B, T, D]."""
         hidden = F.silu(self.gate_state(self.norm_state(h)) + gated)
-        gate = torch.sigmoid(self.noisy(self.gate_out(hidden)))
-        return torch.lerp(proposal, h, gate.type_as(h))
+        return torch.sigmoid(self.noisy(self.gate_out(hidden)))
 
     def noisy(self, x):
         return torch.add(x, torch.randn_like(x), alpha=self.noise) if self.training and self.noise else x
