@@ -5,6 +5,9 @@
     python bench.py train [config ...]       speed of training steps, against their bare matrix products and attention calls
     python bench.py decode [config ...]      latency and memory of generation, likewise
     python bench.py quality --run=out/...    what shared keys and values, and early exit, cost a trained model
+    python bench.py depth --run=out/a,out/b  loss of trained models at every depth, and with early exit
+    python bench.py anatomy --run=out/...    what gate, anchor and states of a trained model do
+    python bench.py results                  the tables of results/tiny.json, which `cells --scale=tiny --run` writes
     python bench.py paper                    the paper's serving table and training speed, on a GPU
 
 Speeds are medians of rounds A B A B ... over all configs in one process, warm-up and compilation excluded. Settings:
@@ -13,16 +16,22 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import multiprocessing
 import os
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import Optional, Union
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -52,6 +61,9 @@ class BenchConfig:
     """Every setting of bench.py."""
     scale: str = ""                            # cells: tiny, small, medium or large alone; "" is the paper's three
     tokens_per_second: Optional[float] = None  # cells: what dense_small trains at on one GPU; prices every cell in GPU-hours
+    run: Union[str, bool] = ""                 # cells: train what is missing; quality, depth, anatomy: a trained run's folder
+    seeds: str = "0,1,2"                       # cells --scale=tiny: the first for everything, all for the middle scale's standard budget
+    workers: int = 2                           # cells --run: trainings side by side
     json: bool = False                         # print JSON instead of a table
     device: str = "auto"                       # auto, cpu, cuda, cuda:1, mps
     dtype: str = "auto"                        # auto, float32 or bfloat16; auto is bfloat16 on GPUs that have it
@@ -61,8 +73,9 @@ class BenchConfig:
     context: int = 128                         # decode: tokens of text before and after the measured ones
     new_tokens: int = 32                       # decode: tokens timed in each round
     kv: str = "full"                           # decode: what the cache keeps of the R steps; "all" compares the four
-    exit_kl: str = "5e-2,5e-3,5e-4,5e-5"       # quality: thresholds to try
-    run: str = ""                              # quality: the trained run
+    exit_kl: str = "5e-2,5e-3,5e-4,5e-5"       # quality, depth: thresholds to try
+    windows: int = 256                         # depth, anatomy: validation windows to look at
+    svg: str = ""                              # results, depth, anatomy: draw, into this file (needs matplotlib)
 
 
 def table(rows, titles):
@@ -141,53 +154,104 @@ def count(b, names):
 # ---------------------------------------------------------------------------------------------------------------------
 # cells
 
+# The tiny comparison: three scales that two CPU cores train in some three hours. Each run is a config and flags.
+TINY_SCALES, MIDDLE = ("nano", "micro", "tiny"), "micro"
+RATES = ("3e-3", "6e-3", "1.2e-2", "2.4e-2")      # the sweep that chose each system's learning rate, at half the middle scale's budget
+REPEATED = [*(f"{system}_micro" for system in SYSTEMS),      # at the middle scale, with every seed
+            "grt_micro --match=train_flops",
+            "grt_micro --cell=grt_micro_half --half_identity",
+            "looped_micro --cell=looped_micro_uniform --depth_sampling=uniform"]
+CONTROLS = [*(f"{rung}_micro" for rung in LADDER[:-1]),      # at the middle scale, with the first seed; the last rung is grt_micro
+            "grt_micro_isoparam",
+            "grt_micro --cell=grt_micro_fixed --depth_sampling=fixed",
+            "grt_micro --cell=grt_micro_half_bias1 --half_identity --gate_bias=1",
+            "grt_micro --cell=grt_micro_half --half_identity --match=train_flops",
+            "looped_micro --cell=looped_micro_uniform --depth_sampling=uniform --match=train_flops"]
+RESULTS = Path("results/tiny.json")
+TRAIN_ALONE = ("--eval_depths", "--eval_interval=1000000", "--device=cpu", "--dtype=float32", "--compile=False")
 
-def trained_runs(folder="out"):
-    """Every run under out/ that has been evaluated: its settings, and the last evaluation."""
-    for path in sorted(Path(folder).glob("*/log.jsonl")):
-        entries = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        evaluations = [e for e in entries if "val_loss" in e]
-        if entries and "settings" in entries[0] and evaluations:
-            yield path.parent, entries[0]["settings"], entries[0]["steps"], evaluations[-1]
+
+def tiny_runs(seeds):
+    """Every run of the tiny comparison as words for train.py, the most telling first: all of it with the first seed, the
+    middle scale's standard budget with the others too."""
+    first, others = f" --seed={seeds[0]}", [f" --seed={seed}" for seed in seeds[1:]]
+    lines = [f"{system}_micro --cell={system}_micro_lr{rate} --learning_rate={rate} --budget=0.5{first}"
+             for rate in RATES for system in SYSTEMS if float(rate) != cell(f"{system}_micro").learning_rate]
+    lines += [run + first for run in REPEATED + CONTROLS] + [run + seed for seed in others for run in REPEATED]
+    for scale in TINY_SCALES:
+        for budget in ("", " --budget=0.5", " --budget=2"):
+            lines += [f"{system}_{scale}{budget}{first}" for system in SYSTEMS] + [f"grt_{scale} --match=train_flops{budget}{first}"]
+    return [tuple(line.split()) for line in dict.fromkeys(lines)]
 
 
-def our_value(c, runs):
+def paper_runs(scales):
+    """Every cell of the paper's tables as words for train.py."""
+    found = [(f"{system}_{scale}", f"--budget={budget}") for scale in scales for budget in BUDGETS for system in SYSTEMS]
+    found += [(f"grt_{scale}", f"--budget={budget}", "--match=train_flops") for scale in scales for budget in BUDGETS]
+    found += [(f"{system}_{scale}_isoparam",) for scale in scales for system in ("grt", "poisson")]
+    found += [(name,) for name in LADDER if "small" in scales]
+    existing = set(cell_names())
+    return [tuple(word for word in run if word != "--budget=1") for run in found if run[0] in existing]
+
+
+def command(run, launcher="python"):
+    return " ".join([launcher, "train.py", f"config/{run[0]}.py", *run[1:]])
+
+
+def read_log(folder):
+    """A run's log: its last header, its last evaluation, and its seconds of training; None where it was never evaluated."""
+    path = Path(folder) / "log.jsonl"
+    entries = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    headers, evaluations = [e for e in entries if "settings" in e], [e for e in entries if "val_loss" in e]
+    if not headers or not evaluations:
+        return None
+    progress = [(0, 1), *((e["tokens"], e["tokens_per_s"]) for e in entries if "tokens_per_s" in e)]
+    seconds = sum((tokens - before) / speed for (before, _), (tokens, speed) in zip(progress, progress[1:]))
+    return headers[-1], evaluations[-1], seconds
+
+
+def differences(c, settings):
+    """What makes a run with these settings another run than c: ["name=value", ...]."""
+    free = MAY_CHANGE - {"max_iters"}
+    return [f"{k}={settings[k]}" for k, v in dataclasses.asdict(c).items() if k not in free and k in settings and settings[k] != v]
+
+
+def our_value(c, logs):
     """The validation loss of a cell where it has been trained; * where the run's settings are not the cell's, with how
     they differ. A run that is not finished does not count."""
-    for folder, settings, steps, last in runs:
-        if (settings["cell"], settings["budget"], settings["match"]) == (c.cell, c.budget, c.match) and last["step"] == steps:
-            mine = dataclasses.asdict(c)
-            free = MAY_CHANGE - {"max_iters"}
-            differ = [f"{k}={settings.get(k)}" for k in mine if k not in free and settings.get(k) != mine[k]]
+    for folder, (header, last, _) in logs.items():
+        same = all(header["settings"][k] == getattr(c, k) for k in ("cell", "budget", "match"))
+        if same and last["step"] == header["steps"]:
+            differ = differences(c, header["settings"])
             return f"{last['val_loss']:.3f}" + "*" * bool(differ), f"{folder}: {', '.join(differ)}" if differ else ""
     return "", ""
 
 
 def cells(b, names):
-    if names or b.scale not in ("", "tiny", "small", "medium", "large"):
-        raise ConfigError("usage: bench.py cells [--scale=tiny|small|medium|large] [--tokens_per_second=N]")
-    rows, notes, runs = [], [], list(trained_runs())
-    scales = [b.scale] if b.scale else ["small", "medium", "large"]
-    wanted = [(f"{system}_{scale}", f"--budget={budget}") for scale in scales for budget in BUDGETS for system in SYSTEMS]
-    wanted += [(f"grt_{scale}", f"--budget={budget}", "--match=train_flops") for scale in scales for budget in BUDGETS]
-    wanted += [(f"{system}_{scale}_isoparam",) for scale in scales for system in ("grt", "poisson")]
-    wanted += [(name + ("_tiny" if b.scale == "tiny" else ""),) for name in LADDER if b.scale in ("", "tiny", "small")]
-    existing = set(cell_names())
-    for name, *flags in wanted:
-        if name not in existing:
-            continue
-        flags = [flag for flag in flags if flag != "--budget=1"]
-        c = cell(name, *flags)
-        value, note = our_value(c, runs)
+    if names or b.scale not in ("", "tiny", "small", "medium", "large") or b.run and b.scale != "tiny":
+        raise ConfigError("usage: bench.py cells [--scale=tiny|small|medium|large] [--tokens_per_second=N], or "
+                          "bench.py cells --scale=tiny --run [--seeds=0,1,2] [--workers=2]")
+    if b.run:
+        return run_tiny(b)
+    if b.scale == "tiny":
+        runs = tiny_runs(b.seeds.split(","))
+    else:
+        runs = paper_runs([b.scale] if b.scale else ["small", "medium", "large"])
+    rows, notes = [], []
+    logs = {path.parent: log for path in sorted(Path("out").glob("*/log.jsonl")) if (log := read_log(path.parent))}
+    for run in runs:
+        c = cell(*run)
+        here = logs if b.scale != "tiny" else {folder: log for folder, log in logs.items() if log[0]["settings"]["seed"] == c.seed}
+        value, note = our_value(c, here)
         notes += [note] if note else []
         hours = ""
         if b.tokens_per_second:
             speed = b.tokens_per_second * cell("dense_small").train_flops_per_token() / c.train_flops_per_token()
             hours = f"{c.steps * c.tokens_per_step / speed / 3600:,.0f}"
-        paper = PAPER.get(name, "") if not flags else ""
-        launcher = "python" if b.scale == "tiny" else "torchrun --nproc_per_node=8"
-        rows.append([" ".join([launcher, "train.py", f"config/{name}.py", *flags]), f"{c.steps * c.tokens_per_step / 1e9:.3g}",
-                     *([hours] if b.tokens_per_second else []), f"{paper:.3f}" if paper else "", value])
+        paper = PAPER.get(run[0], "") if len(run) == 1 else ""
+        rows.append([command(run, "python" if b.scale == "tiny" else "torchrun --nproc_per_node=8"),
+                     f"{c.steps * c.tokens_per_step / 1e9:.3g}", *([hours] if b.tokens_per_second else []),
+                     f"{paper:.3f}" if paper else "", value])
     titles = ["command", "G tokens", *(["GPU-hours"] if b.tokens_per_second else []), "paper", "ours"]
     if b.json:
         return print(json.dumps([dict(zip(titles, row)) for row in rows], indent=1))
@@ -195,6 +259,81 @@ def cells(b, names):
     print("\nValidation loss in nats per token. The paper publishes its standard budget alone.")
     if notes:
         print("* trained with other settings than the cell's:\n" + "\n".join("  " + note for note in notes))
+
+
+def record(run):
+    """What results/tiny.json holds of a finished run; None where it is not finished, or has other settings."""
+    c, log = cell(*run), read_log(cell(*run).run_dir)
+    if log is None or log[1]["step"] != c.steps or differences(c, log[0]["settings"]):
+        return None
+    header, last, seconds = log
+    defaults = dataclasses.asdict(TrainConfig())
+    kept = {k: v for k, v in header["settings"].items() if k not in MAY_CHANGE - {"max_iters", "cell"} and defaults.get(k) != v}
+    measured = {k: last[k] for k in ("val_loss", "val_loss_at_depth", "val_loss_leaky", "routing_disagreement") if k in last}
+    return {"command": command(run), "seed": c.seed, "commit": header["commit"], "data_hash": header["data_hash"],
+            "versions": header["versions"], "settings": kept, "parameters": header["parameters"], "steps": c.steps,
+            "tokens": c.steps * c.tokens_per_step, "train_flops": c.steps * c.tokens_per_step * c.train_flops_per_token(),
+            "seconds": round(seconds), **measured}
+
+
+def save_results(runs):
+    """Put every finished run's record in results/tiny.json, beside those of other runs that are there already."""
+    records = {r["command"]: r for r in read_results()}
+    records |= {command(run): found for run in runs if (found := record(run))}
+    order = [command(run) for run in runs]
+    records = [records[c] for c in order if c in records] + [r for c, r in records.items() if c not in order]
+    RESULTS.parent.mkdir(exist_ok=True)
+    temporary = RESULTS.with_name(RESULTS.name + ".tmp")
+    temporary.write_text("[\n" + ",\n".join(json.dumps(r) for r in records) + "\n]\n")
+    os.replace(temporary, RESULTS)
+    return records
+
+
+def read_results():
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+
+
+def run_tiny(b):
+    """Train every run of the tiny comparison that is not finished, `workers` at a time, and write results/tiny.json."""
+    runs = tiny_runs(b.seeds.split(","))
+    open_dataset(cell(*runs[0]).dataset)        # prepared once, not by every worker
+    missing = [run for run in runs if record(run) is None]
+    print(f"{len(runs)} runs, {len(missing)} to train, {b.workers} at a time", flush=True)
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // b.workers))}
+    lock, children, failed = threading.Lock(), [], []
+
+    def train_one(run):
+        console = cell(*run).run_dir / "console.txt"
+        console.parent.mkdir(parents=True, exist_ok=True)
+        with open(console, "a") as file:
+            # in a session of its own: Ctrl-C reaches this process alone, which then tells each child once to save and stop
+            child = subprocess.Popen([sys.executable, Path(__file__).with_name("train.py"), *run, *TRAIN_ALONE],
+                                     stdout=file, stderr=file, env=environment, start_new_session=True)
+            children.append(child)
+            status = child.wait()
+        with lock:
+            found = record(run)
+            if found is None:
+                failed.append(run)
+                return print(f"{command(run)}: stopped with status {status}; its last lines are in {console}", flush=True)
+            save_results(runs)
+            print(f"{command(run)}: {found['val_loss']:.4f} after {found['seconds']} s", flush=True)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGTERM, stop)
+    save_results(runs)
+    with ThreadPoolExecutor(b.workers) as pool:
+        try:
+            for _ in pool.map(train_one, missing):
+                pass
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in children:
+                child.terminate()
+            raise
+    if failed:
+        raise ConfigError(f"{len(failed)} of {len(missing)} runs did not finish; the same command continues them")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -499,45 +638,435 @@ def describe(device):
     return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
 
 
-# -- quality
+# ---------------------------------------------------------------------------------------------------------------------
+# results: what the tiny comparison showed
+
+
+def select(records, cell_name, budget=1.0, match="tokens"):
+    """The runs of one cell, one per seed."""
+    wanted = cell_name, budget, match
+    return [r for r in records if (r["settings"]["cell"], r["settings"].get("budget", 1.0), r["settings"].get("match", "tokens")) == wanted]
+
+
+def spread(values):
+    """Mean and range over seeds, of one seed its value, of none a dash."""
+    values = [v for v in values if v is not None]
+    if len(values) < 2:
+        return f"{values[0]:.3f}" if values else "–"
+    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def losses(records, *which):
+    return spread([r["val_loss"] for r in select(records, *which)])
+
+
+def at_depth(record, depth):
+    return record.get("val_loss_at_depth", {}).get(str(depth))
+
+
+def markdown(rows, titles):
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [titles, ["---"] * len(titles), *rows])
+
+
+def nine_cells(records):
+    """Validation loss by scale, budget and system."""
+    rows = [[name + (" at dense's training FLOPs" if match != "tokens" else ""),
+             *(losses(records, f"{name}_{scale}", budget, match) for scale in TINY_SCALES for budget in map(float, BUDGETS))]
+            for name, match in [*((system, "tokens") for system in SYSTEMS), ("grt", "train_flops")]]
+    return markdown(rows, ["", *(f"{scale} {budget:g}×" for scale in TINY_SCALES for budget in BUDGETS)])
+
+
+def middle_scale(records):
+    """The middle scale's standard budget: every system and control, with its spread over seeds."""
+    dense, rows = select(records, "dense_micro"), []
+    for run in dict.fromkeys(REPEATED[:len(SYSTEMS)] + CONTROLS[:len(LADDER) - 1] + REPEATED[len(SYSTEMS):] + CONTROLS[len(LADDER) - 1:]):
+        c = cell(*run.split())
+        found = select(records, c.cell, 1.0, c.match)
+        if found and dense:
+            depths = [spread([at_depth(r, d) for r in found]) if c.n_core else "" for d in (1, c.recurrence // 2)]
+            rows.append([f"`{run}`", c.layout, f"{found[0]['parameters']:,}", f"{found[0]['train_flops'] / dense[0]['train_flops']:.2f}",
+                         losses(records, c.cell, 1.0, c.match), *depths])
+    return markdown(rows, ["run", "layout", "parameters", "training FLOPs of dense", "loss", "at one step", "at half the steps"])
+
+
+def learning_rates(records):
+    """The sweep, at half the middle scale's budget; the chosen rate is the one in the system's config."""
+    rows = []
+    for system in SYSTEMS:
+        chosen = cell(f"{system}_{MIDDLE}").learning_rate
+        rows.append([system, *(f"**{losses(records, f'{system}_{MIDDLE}', 0.5)}**" if float(rate) == chosen else
+                               losses(records, f"{system}_{MIDDLE}_lr{rate}", 0.5) for rate in RATES)])
+    return markdown(rows, ["", *RATES])
+
+
+def worth_of_depth(records):
+    """What a recurrence is worth (Schwethelm et al. 2026, arXiv 2604.21106), by system: φ in
+
+        loss = E + A (N_once + r^φ N_rec)^-α + B D^-β
+
+    fitted to dense's and one system's runs at three scales and three budgets. N counts parameters of matrices in blocks and
+    update, once or in the core; D counts tokens, r the steps of the evaluation. The interval holds every φ whose least
+    squared error is at most one standard deviation of the noise between seeds, squared, above the best fit's.
+    """
+    noise = [r["val_loss"] for r in select(records, "dense_micro")], [r["val_loss"] for r in select(records, "grt_micro")]
+    if min(map(len, noise)) < 2:
+        return "Not enough seeds to tell noise from depth."
+    variance, rows = statistics.mean(statistics.variance(values) for values in noise), []
+    for system, theirs in (("looped", 0.46), ("poisson", 0.38), ("grt", None)):
+        points = []
+        for name in ("dense", system):
+            for scale in TINY_SCALES:
+                for budget in map(float, BUDGETS):
+                    c, found = cell(f"{name}_{scale}"), select(records, f"{name}_{scale}", budget)
+                    if found:
+                        count = num_params(c)
+                        core = count["core"] + count["rule"] * (c.n_core > 0)
+                        once = count["prelude"] + count["coda"]
+                        points.append((once, core, c.recurrence, found[0]["tokens"], statistics.mean(r["val_loss"] for r in found)))
+        if len(points) < 18:
+            rows.append([system, "–", "–", f"{len(points)} of 18 runs", theirs or ""])
+            continue
+        phi, low, high, error = fit_depth(np.array(points, dtype=float), variance)
+        interval = f"{low:.2f} to {high:.2f}" if (low, high) != (PHI[0], PHI[-1]) else f"the runs do not say ({low:.2f} to {high:.2f})"
+        rows.append([system, f"{phi:.2f}", interval, f"{error:.4f}", theirs or ""])
+    return markdown(rows, ["", "φ", "interval", "root mean squared error", "Schwethelm et al."])
+
+
+PHI = np.linspace(-0.5, 1.5, 101)
+
+
+def fit_depth(points, variance):
+    """(φ, the ends of its interval, root mean squared error) for rows (N_once, N_rec, r, D, loss). α, β and φ run over a
+    grid, and E, A, B >= 0 follow by least squares."""
+    once, core, r, D, loss = points.T
+    exponents = np.linspace(0.05, 1.5, 30)
+    best = np.full(len(PHI), np.inf)
+    for i, phi in enumerate(PHI):
+        size = once + r**phi * core
+        for alpha in exponents:
+            for beta in exponents:
+                basis = np.stack([np.ones_like(loss), (size / size.mean())**-alpha, (D / D.mean())**-beta], axis=1)
+                x = np.linalg.lstsq(basis, loss, rcond=None)[0]
+                if (x >= 0).all():
+                    best[i] = min(best[i], ((basis @ x - loss)**2).sum())
+    inside = PHI[best <= best.min() + variance]
+    return PHI[best.argmin()], inside[0], inside[-1], math.sqrt(best.min() / len(loss))
+
+
+def results(b, names):
+    """Every table that the README has from results/tiny.json, as Markdown, and the picture."""
+    records = read_results()
+    if not records:
+        raise ConfigError(f"{RESULTS}: nothing there; python bench.py cells --scale=tiny --run trains it")
+    for title, show_table in (("Nine cells", nine_cells), ("Middle scale", middle_scale), ("Learning rates", learning_rates),
+                              ("Worth of a step", worth_of_depth)):
+        print(f"{title}\n\n{show_table(records)}\n")
+    if b.svg:
+        draw_cells(records, b.svg)
+
+
+# -- pictures
+
+# one colour and mark for a system everywhere: Okabe & Ito's, which people who see few colours tell apart
+STYLE = {"dense": ("#000000", "s"), "looped": ("#E69F00", "v"), "mor": ("#CC79A7", "D"), "poisson": ("#009E73", "^"), "grt": ("#0072B2", "o")}
+
+
+@contextlib.contextmanager
+def picture(path, columns, rows=1):
+    """Axes to draw on, row by row, written to `path` as SVG: the same bytes from the same numbers."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("pictures need the package: pip install matplotlib") from None
+    from matplotlib.figure import Figure
+    with matplotlib.rc_context({"svg.hashsalt": "grt", "svg.fonttype": "none", "font.size": 11, "axes.spines.top": False,
+                                "axes.spines.right": False, "legend.frameon": False}):
+        figure = Figure(figsize=(4.6 * columns, 3.7 * rows), layout="constrained")
+        yield figure.subplots(rows, columns, squeeze=False).flatten()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None})
+    print(f"wrote {path}")
+
+
+def draw_cells(records, path):
+    """Loss against tokens and against training operations, a column for each scale."""
+    with picture(path, len(TINY_SCALES), 2) as axes:
+        for column, scale in enumerate(TINY_SCALES):
+            for row, (key, label) in enumerate((("tokens", "training tokens"), ("train_flops", "training FLOPs"))):
+                ax = axes[row * len(TINY_SCALES) + column]
+                for system, (colour, mark) in STYLE.items():
+                    found = [r for budget in map(float, BUDGETS) for r in select(records, f"{system}_{scale}", budget)[:1]]
+                    ax.plot([r[key] for r in found], [r["val_loss"] for r in found], color=colour, marker=mark, label=system)
+                ax.set(xscale="log", xlabel=label, ylabel="validation loss, nats per byte", title=scale if row == 0 else "")
+        axes[0].legend()
+
+
+def draw_depth(rows, exits, runs, path):
+    """Loss against the depth of the evaluation, and against the mean depth of tokens that stop early."""
+    with picture(path, 2) as axes:
+        for name, variant in runs.items():
+            colour, mark = STYLE[variant]
+            points = [(row["depth"], row[name]) for row in rows if row.get(name) is not None]
+            if variant == "dense":
+                axes[0].axhline(points[0][1], color=colour, linestyle="--", label=name)
+            else:
+                axes[0].plot(*zip(*points), color=colour, marker=mark, label=name)
+            early = [(e["steps"], e["loss"]) for e in exits if e["run"] == name]
+            if early:
+                axes[1].plot(*zip(*early), color=colour, marker=mark, label=name)
+        axes[0].set(xlabel="steps of the core", ylabel="validation loss, nats per token", title="every token, fixed depth")
+        axes[1].set(xlabel="mean steps of a token", ylabel="validation loss, nats per token", title="early exit")
+        axes[0].legend()
+
+
+def draw_anatomy(found, path):
+    """The gate by step, and linear CKA between the states."""
+    with picture(path, 2) as axes:
+        steps = range(1, len(found["gate_mean"]) + 1)
+        for key, label, line in (("gate_mean", "mean", "-"), ("gate_open", "share above 0.95", "--"), ("gate_shut", "share below 0.05", ":")):
+            axes[0].plot(steps, found[key], color=STYLE["grt"][0], marker=STYLE["grt"][1], linestyle=line, label=label)
+        axes[0].set(xlabel="step", ylabel="gate", ylim=(-0.03, 1.03), xticks=list(steps), title="how much of the state is kept")
+        axes[0].legend()
+        image = axes[1].imshow(found["cka"], cmap="viridis", origin="lower")
+        labels = ["prelude", *steps]
+        axes[1].set(xticks=range(len(labels)), yticks=range(len(labels)), xticklabels=labels, yticklabels=labels,
+                    title="linear CKA between states")
+        axes[1].figure.colorbar(image, ax=axes[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a trained model does
+
+
+def open_runs(b, command_name):
+    """{name: (model, dataset, device)} of the trained runs that --run names."""
+    if not isinstance(b.run, str) or not b.run:
+        raise ConfigError(f"{command_name} needs a trained run: --run=out/grt_tiny")
+    device, found = find_device(b.device), {}
+    for folder in b.run.split(","):
+        saved = load_checkpoint(checkpoint_path(folder), device)
+        found[Path(folder).name] = from_checkpoint(saved).eval(), open_dataset(saved["settings"]["dataset"]), device
+    return found
+
+
+def validation_windows(dataset, T, n, device):
+    """Inputs and targets [n, T] from all over the validation split, in batches."""
+    total = dataset.val.windows(T)
+    n = min(n, total)
+    starts = [i * (total // n) * T for i in range(n)]
+    for i in range(0, n, 16):
+        yield load_windows(dataset.val, starts[i:i + 16], T, device)
+
+
+def decoded(model, x, y, kv="full", recurrence=None, exit_kl=None):
+    """Teacher forcing one token at a time: (loss, likeliest tokens [T, B], steps a token took)."""
+    B, T = x.shape
+    cache = KVCache(model.config, B, T, recurrence, x.device, model.dtype, kv)
+    loss, best, steps = 0.0, [], 0.0
+    for t in range(T):
+        if exit_kl is not None and t:
+            logits, depth = model.exit_early(x[:, t:t + 1], cache, exit_kl)
+            steps += depth.float().mean().item() / (T - 1)
+        else:
+            logits = model.decode(x[:, t:t + 1], cache)
+        loss += F.cross_entropy(logits[:, 0].float(), y[:, t]).item() / T
+        best.append(logits[:, 0].argmax(dim=-1))
+    return loss, torch.stack(best), steps if exit_kl is not None else cache.recurrence
 
 
 @torch.inference_mode()
 def bench_quality(b, names):
-    """Teacher forcing, one token at a time over validation windows: every token reads what the cache kept of the ones
-    before it. Loss, how often the likeliest token is the one that the full cache gives, and the steps a token took."""
-    if not b.run:
-        raise ConfigError("quality needs a trained run: --run=out/grt_tiny")
-    device = find_device(b.device)
-    saved = load_checkpoint(checkpoint_path(b.run), device)
-    model, dataset = from_checkpoint(saved).eval(), open_dataset(saved["settings"]["dataset"])
-    T = model.config.block_size
-    rows = min(64, dataset.val.windows(T))
-    x, y = load_windows(dataset.val, [i * (dataset.val.windows(T) // rows) * T for i in range(rows)], T, device)
-
-    def measure(kv="full", recurrence=None, exit_kl=None):
-        cache = KVCache(model.config, rows, T, recurrence, device, model.dtype, kv)
-        loss, best, steps = 0.0, [], 0.0
-        for t in range(T):
-            if exit_kl is not None and t:
-                logits, depth = model.exit_early(x[:, t:t + 1], cache, exit_kl)
-                steps += depth.float().mean().item() / (T - 1)
-            else:
-                logits = model.decode(x[:, t:t + 1], cache)
-            loss += F.cross_entropy(logits[:, 0].float(), y[:, t]).item() / T
-            best.append(logits[:, 0].argmax(dim=-1))
-        return loss, torch.stack(best), steps if exit_kl is not None else cache.recurrence
-
-    full, found = measure(), []
-    tries = [({"kv": kv}, f"kv={kv}") for kv in KVCache.SHARING] if model.config.variant != "mor" else [({}, "kv=full")]
-    tries += [({"recurrence": r}, f"recurrence={r}") for r in range(1, model.config.recurrence)]
-    tries += [({"exit_kl": float(t)}, f"exit_kl={t}") for t in b.exit_kl.split(",")] if model.config.variant != "mor" else []
+    """Every token reads what the cache kept of the ones before it: loss, how often the likeliest token is the one that the
+    full cache gives, and the steps a token took."""
+    [(name, (model, dataset, device))] = list(open_runs(b, "quality").items())[:1]
+    T, c = model.config.block_size, model.config
+    x, y = (torch.cat(parts) for parts in zip(*validation_windows(dataset, T, 64, device)))
+    full, found = decoded(model, x, y), []
+    tries = [({"kv": kv}, f"kv={kv}") for kv in (KVCache.SHARING if c.variant != "mor" else ["full"])]
+    tries += [({"recurrence": r}, f"recurrence={r}") for r in range(1, c.recurrence)]
+    tries += [({"exit_kl": float(t)}, f"exit_kl={t}") for t in b.exit_kl.split(",")] if c.variant != "mor" else []
     for how, label in tries:
-        loss, best, steps = measure(**how)
+        loss, best, steps = decoded(model, x, y, **how)
         found.append({"how": label, "loss": round(loss, 4), "change": round(loss - full[0], 4),
                       "same token": (best == full[1]).float().mean().item(), "steps": steps})
-    show(b, found, f"{b.run}: {rows} validation windows of {T} tokens, one token at a time. "
+    show(b, found, f"{b.run}: {len(x)} validation windows of {T} tokens, one token at a time. "
          "same token: the likeliest next token is the full cache's.")
+
+
+@torch.inference_mode()
+def bench_depth(b, names):
+    """Loss at every depth from 0 to 2R, the KL divergence between that depth's distribution of the next token and depth
+    R's, and what early exit costs."""
+    runs, rows, exits, variants = open_runs(b, "depth"), {}, [], {}
+    for name, (model, dataset, device) in runs.items():
+        c = model.config
+        variants[name] = c.variant
+        depths = [c.recurrence] if c.variant == "dense" else range(min(2 * c.recurrence, model.rule.most_steps) + 1)
+        total, count = {r: torch.zeros(2, dtype=torch.float64) for r in depths}, 0
+        for x, y in validation_windows(dataset, c.block_size, b.windows, device):
+            full, count = F.log_softmax(model(x)[0].float(), dim=-1), count + y.numel()
+            for r in depths:
+                p = F.log_softmax(model(x, recurrence=r)[0].float(), dim=-1)
+                total[r] += torch.stack([-p.gather(2, y[..., None]).sum(), (full.exp() * (full - p)).sum()]).double().cpu()
+        for r in depths:
+            loss, kl = (total[r] / count).tolist()
+            rows.setdefault(r, {"depth": r})[name] = loss
+            if c.variant != "dense":
+                rows[r][f"{name} KL"] = kl
+        if c.variant not in ("dense", "mor"):
+            x, y = (torch.cat(parts) for parts in zip(*validation_windows(dataset, c.block_size, 64, device)))
+            for threshold in b.exit_kl.split(","):
+                loss, _, steps = decoded(model, x, y, exit_kl=float(threshold))
+                exits.append({"run": name, "exit_kl": threshold, "steps": steps, "loss": loss})
+    rows = [rows[r] for r in sorted(rows)]
+    columns = dict.fromkeys(key for row in rows for key in row)
+    rows = [{key: row.get(key) for key in columns} for row in rows]
+    title = f"{b.windows} validation windows. KL: from the distribution at full depth, in nats."
+    if b.json:
+        print(json.dumps({"title": title, "rows": rows, "exits": exits}, indent=1))
+    else:
+        show(b, rows, title + "\n")
+        if exits:
+            show(b, exits, "64 windows, one token at a time: a token stops when another step changes its distribution by less.")
+    if b.svg:
+        draw_depth(rows, exits, variants, b.svg)
+
+
+# -- anatomy
+
+# what the paper reports of a trained large model
+PAPER_ANATOMY = {"loss_at_depth": "5.29 3.77 3.14 … 2.68", "g=0": "12.0", "g=1": "the loss at depth 0", "anchor=zeros": "8.08",
+                 "anchor=embedding": "3.73", "anchor=drifting": "3.38", "whole": "2.68", "update_of_proposal": "0.18 → 0.07",
+                 "cka": "prelude and step 1: 0.996, later steps a tight cluster"}
+
+
+@contextlib.contextmanager
+def replaced(thing, **methods):
+    """A module with other methods for a while; each gets the old one first."""
+    for name, method in methods.items():
+        setattr(thing, name, functools.partial(method, getattr(thing, name)))
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(thing, name)
+
+
+def trajectory(model, x):
+    """What the steps do with the tokens x [B, T]: lists by step of states (h_0 first), proposals and gates, [B·T, D] each;
+    the latter two are empty where the rule has none."""
+    states, proposals, gates = [], [], []
+
+    def start(old, a):
+        h, shared = old(a)
+        states.append(h.flatten(0, 1))
+        return h, shared
+
+    def step(old, *args):
+        h, shared = old(*args)
+        states.append(h.flatten(0, 1))
+        return h, shared
+
+    def blend(old, h, proposal, gated):
+        proposals.append(proposal.flatten(0, 1))
+        return old(h, proposal, gated)
+
+    def gate(old, *args):
+        gates.append(old(*args))
+        return gates[-1]
+    gated = {"blend": blend, "gate": gate} if getattr(model.rule, "has_gate", False) else {}
+    with replaced(model.rule, start=start, step=step, **gated):
+        model(x, want="last")
+    return states, proposals, [g.flatten(0, 1) for g in gates]
+
+
+def linear_cka(x, y):
+    """Similarity of two sets of n vectors, [n, D] and [n, E]: 1 where one is the other turned, scaled and moved, 0 where
+    nothing is shared (Kornblith et al. 2019, arXiv 1905.00414)."""
+    x, y = (z.double() - z.double().mean(dim=0) for z in (x, y))
+    return ((x.t() @ y).norm()**2 / ((x.t() @ x).norm() * (y.t() @ y).norm())).item()
+
+
+def effective_rank(x):
+    """exp of the entropy of the singular values of x [n, D], centred: how many directions it has (Roy & Vetterli 2007)."""
+    p = torch.linalg.svdvals(x.double() - x.double().mean(dim=0))
+    p = p / p.sum()
+    return torch.exp(-torch.xlogy(p, p).sum()).item()
+
+
+@torch.inference_mode()
+def anatomy(model, batches):
+    """A look inside: numbers by name, as bench_anatomy prints them; those of the gate and the anchor for GRT alone."""
+    rule, R = model.rule, model.config.recurrence
+    depths = range(min(R, rule.most_steps) + 1)
+
+    def token_losses(r=None):
+        return torch.cat([F.cross_entropy(model(x, recurrence=r)[0].float().transpose(1, 2), y, reduction="none").flatten()
+                          for x, y in batches])
+    by_depth = torch.stack([token_losses(r) for r in depths]).double()            # [R+1, tokens]
+    found = {"loss_at_depth": by_depth.mean(dim=1).tolist()}
+    order = by_depth[0].argsort()
+    deciles = by_depth[:, order[:len(order) // 10 * 10]].unflatten(1, (10, -1)).mean(dim=2)
+    found["gain_by_decile"] = (deciles[:-1] - deciles[1:]).t().tolist()           # easiest first, by step
+
+    states, proposals, gates = (  # by step, of all tokens
+        [torch.cat(parts) for parts in zip(*per_batch)] for per_batch in zip(*(trajectory(model, x) for x, _ in batches)))
+    found["cka"] = [[linear_cka(x, y) for y in states] for x in states]
+    found["effective_rank"] = [effective_rank(h) for h in states]
+    found["cosine_of_steps"] = [F.cosine_similarity(x, y, dim=-1).mean().item() for x, y in zip(states, states[1:])]
+    if gates:
+        found["gate_mean"] = [g.mean().item() for g in gates]
+        found["gate_open"] = [(g > 0.95).float().mean().item() for g in gates]
+        found["gate_shut"] = [(g < 0.05).float().mean().item() for g in gates]
+        found["update_of_proposal"] = [((h - before).norm(dim=-1) / o.norm(dim=-1)).mean().item()
+                                       for before, h, o in zip(states, states[1:], proposals)]
+        for value in (0.0, 1.0):
+            with replaced(rule, gate=lambda old, h, gated: torch.full_like(h, value)):
+                found[f"g={value:.0f}"] = token_losses().mean().item()
+    if getattr(rule, "has_anchor", False):
+        pairs = {"W": (rule.project_state, rule.project_anchor)}
+        pairs |= {"f": (rule.gate_state, rule.gate_anchor)} if rule.has_gate else {}
+        for name, halves in pairs.items():
+            found[f"cosine of {name}'s halves"] = F.cosine_similarity(*(half.weight.flatten() for half in halves), dim=0).item()
+        embedding = []
+        keep = model.drop.register_forward_hook(lambda module, args, out: embedding.append(out))
+        others = {"zeros": torch.zeros_like, "embedding": lambda a: embedding[-1]}
+        for name, other in others.items():
+            with replaced(rule, start=lambda old, a: (a, old(other(a))[1])):
+                found[f"anchor={name}"] = token_losses().mean().item()
+        keep.remove()
+        start = rule.start
+        with replaced(rule, step=lambda old, h, shared, r, core: old(h, start(h)[1], r, core)):
+            found["anchor=drifting"] = token_losses().mean().item()
+    return found
+
+
+def bench_anatomy(b, names):
+    """What the parts of trained models do, beside what the paper says of its large one; for GRT the gate and the anchor too."""
+    everything = {}
+    for name, (model, dataset, device) in open_runs(b, "anatomy").items():
+        everything[name] = found = anatomy(model, list(validation_windows(dataset, model.config.block_size, b.windows, device)))
+        if b.json:
+            continue
+        line = lambda values: " ".join(f"{v:.3f}" for v in values)
+        lines = [(label, line(found[key]), PAPER_ANATOMY.get(key, "")) for key, label in (
+            ("loss_at_depth", "loss after 0..R steps"), ("gate_mean", "gate, mean by step"), ("gate_open", "share of it above 0.95"),
+            ("gate_shut", "share of it below 0.05"), ("update_of_proposal", "‖h_r - h_{r-1}‖ / ‖o_r‖ by step"),
+            ("effective_rank", "effective rank of h_0..h_R"), ("cosine_of_steps", "cosine of h_{r-1} and h_r")) if key in found]
+        lines += [(key, f"{found[key]:.3f}", PAPER_ANATOMY.get(key, "")) for key in found if isinstance(found[key], float)]
+        lines += [(f"CKA of {label} with h_0..h_R", line(row), PAPER_ANATOMY["cka"] if i == 0 else "")
+                  for i, (label, row) in enumerate(zip(["h_0", *(f"h_{r}" for r in range(1, 99))], found["cka"]))]
+        lines += [(f"gain by step, decile {i + 1} of difficulty", line(row), "") for i, row in enumerate(found["gain_by_decile"])]
+        width = max(len(label) for label, _, _ in lines)
+        print(f"{name}: {model.config.variant} {model.config.layout}, {b.windows} validation windows")
+        print("\n".join(f"  {label.ljust(width)}  {values}" + f"   (paper: {paper})" * bool(paper) for label, values, paper in lines) + "\n")
+    if b.json:
+        print(json.dumps(everything, indent=1))
+    gated = [found for found in everything.values() if "gate_mean" in found]
+    if b.svg and not gated:
+        raise ConfigError("the picture is of a gate: --run needs a grt model that has one")
+    if b.svg:
+        draw_anatomy(gated[0], b.svg)
 
 
 def bench_paper(b, names):
@@ -552,8 +1081,8 @@ def bench_paper(b, names):
     bench_train(dataclasses.replace(b, batch_size=8), ["dense_small", "grt_small", "dense_large", "grt_large"])
 
 
-COMMANDS = {"count": count, "cells": cells, "train": bench_train, "decode": bench_decode, "quality": bench_quality,
-            "paper": bench_paper}
+COMMANDS = {"count": count, "cells": cells, "results": results, "train": bench_train, "decode": bench_decode,
+            "quality": bench_quality, "depth": bench_depth, "anatomy": bench_anatomy, "paper": bench_paper}
 
 
 def main(argv=None):
@@ -568,6 +1097,8 @@ def main(argv=None):
         COMMANDS[argv[0]](config.load(BenchConfig, flags, __doc__), [config.find(name).stem for name in names])
     except (ConfigError, DataError, CheckpointError, ModelError) as error:
         config.fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

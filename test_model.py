@@ -10,6 +10,7 @@ import errno
 import gzip
 import hashlib
 import http.server
+import importlib.util
 import io
 import itertools
 import json
@@ -25,6 +26,7 @@ import sys
 import threading
 import time
 import types
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -307,6 +309,9 @@ def test_gate_multiplies_the_old_state():
     h = torch.randn(1, 12, 64)
     kept = fresh.rule.blend(h, torch.zeros_like(h), fresh.rule.start(h)[1][1]) / h
     assert abs(kept.mean() - 1 / (1 + math.exp(-4))) < 0.002
+    half = Transformer(tiny("grt", half_identity=True)).eval()
+    h, a = torch.randn(2, 1, 12, 16)
+    assert torch.allclose(half.rule.project(h, half.rule.start(a)[1][0]), (h + a) / 2, atol=1e-6)
 
 
 def test_grt_without_its_parts_is_looped():
@@ -1442,12 +1447,12 @@ def test_bench_count(capsys):
 
 def test_isoflops_cells_are_matched():
     """Forward operations within 7% of dense at medium and large, by the paper's formula; at small GRT alone is more."""
-    for scale in ("small", "medium", "large"):
+    for scale in ("nano", "micro", "tiny", "small", "medium", "large"):
         dense = config.load(train.TrainConfig, [f"dense_{scale}"])
         for system in ("looped", "poisson", "mor", "grt"):
             c = config.load(train.TrainConfig, [f"{system}_{scale}"])
             ratio = c.flops_per_token(accounting="paper", head=False) / dense.flops_per_token(accounting="paper", head=False)
-            assert abs(ratio - 1) < 0.07 or (system, scale) == ("grt", "small")
+            assert abs(ratio - 1) < 0.07 or (system, scale) == ("grt", "small") or scale in bench.TINY_SCALES
             text = config.find(c.cell).read_text()
             said = [float(x) for x in re.findall(r"head not counted: (\d(?:\.\d+)?)", text)]
             assert said == [pytest.approx(ratio, abs=6e-4)], "the file states another mismatch"
@@ -1464,7 +1469,7 @@ def test_match_spends_the_operations_of_dense():
 def test_bench_cells_reads_runs(work, capsys):
     """Our value is the last evaluation of a finished run; * where its settings are not the cell's."""
     def put(folder, cell_name, last, *more):
-        c = config.load(train.TrainConfig, [cell_name, *more])
+        c = config.load(train.TrainConfig, [cell_name, "--seed=0", *more])
         Path("out", folder).mkdir(parents=True)
         entries = [{"settings": dataclasses.asdict(c), "steps": c.steps}, {"step": 3, "val_loss": 9.0}, {"step": last or c.steps, "val_loss": 1.25}]
         Path("out", folder, "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
@@ -1473,9 +1478,9 @@ def test_bench_cells_reads_runs(work, capsys):
     put("c", "mor_tiny", 7)
     assert status(bench.main, ["cells", "--scale=tiny", "--json"]) == 0
     ours = {row["command"]: row["ours"] for row in json.loads(capsys.readouterr().out)}
-    assert ours["python train.py config/grt_tiny.py"] == "1.250"
-    assert ours["python train.py config/dense_tiny.py"] == "1.250*"
-    assert ours["python train.py config/mor_tiny.py"] == ours["python train.py config/grt_tiny.py --budget=2"] == ""
+    assert ours["python train.py config/grt_tiny.py --seed=0"] == "1.250"
+    assert ours["python train.py config/dense_tiny.py --seed=0"] == "1.250*"
+    assert ours["python train.py config/mor_tiny.py --seed=0"] == ours["python train.py config/grt_tiny.py --budget=2 --seed=0"] == ""
 
 
 def test_bench_measures(capsys):
@@ -1501,6 +1506,252 @@ def test_bench_quality(work, capsys):
     n = min(64, stream.windows(T))
     x, y = train.load_windows(stream, [i * (stream.windows(T) // n) * T for i in range(n)], T, torch.device("cpu"))
     assert rows["kv=full"]["loss"] == pytest.approx(model(x, y)[1].item(), abs=1e-4)
+
+
+def test_depth_of_a_trained_model(work, capsys):
+    """Every depth from 0 to 2R by a plain loop; the divergence is from full depth; a dense model has one depth."""
+    assert run("grt", "out/a", max_iters=2) == run("dense", "out/b", max_iters=2) == run("mor", "out/c", max_iters=2) == 0
+    capsys.readouterr()
+    assert status(bench.main, ["depth", "--run=out/a,out/b,out/c", "--windows=5", "--exit_kl=1e9,0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model = model_file.from_checkpoint(checkpoint("out/a")).eval()
+    stream, T, R = prepare.open_dataset("mini").val, model.config.block_size, model.config.recurrence
+    starts = [i * (stream.windows(T) // 5) * T for i in range(5)]
+    x, y = train.load_windows(stream, starts, T, torch.device("cpu"))
+    assert [row["depth"] for row in found["rows"]] == list(range(2 * R + 1))
+    full = torch.softmax(model(x)[0], dim=-1)
+    for row in found["rows"]:
+        p = torch.softmax(model(x, recurrence=row["depth"])[0], dim=-1)
+        assert row["a"] == pytest.approx(F.cross_entropy(p.log().flatten(0, 1), y.flatten()).item(), abs=1e-5)
+        assert row["a KL"] == pytest.approx((full * (full / p).log()).sum(dim=-1).mean().item(), abs=1e-5)
+        assert (row["b"] is not None) == (row["depth"] == 1) and (row["c"] is not None) == (row["depth"] <= R)
+    assert [(e["run"], e["exit_kl"], e["steps"]) for e in found["exits"]] == [("a", "1e9", pytest.approx(2)), ("a", "0", pytest.approx(R))]
+    assert status(bench.main, ["depth"]) == 2
+    error_line(capsys, "--run=")
+
+
+def test_anatomy_by_other_means():
+    """Forced gates and other anchors are models that can be built: no gate, no step, weights of zero."""
+    c = tiny("grt")
+    model, x = make(c, scale=0.3, dtype=torch.float32), text(c, B=6)
+    y, loss = text(c, B=6, seed=1), lambda model, **how: model(x, y, **how)[1].item()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    found = bench.anatomy(model, [(x[:4], y[:4]), (x[4:], y[4:])])
+    assert same(before, dict(model.state_dict())) and not {"start", "step", "blend", "gate"} & vars(model.rule).keys()
+
+    def other(edit, **more):
+        twin = Transformer(dataclasses.replace(c, **more)).eval()
+        twin.load_state_dict(before, strict=False)
+        edit(twin)
+        return twin
+
+    def no_anchor(twin):
+        twin.rule.project_anchor.weight.data.zero_()
+        twin.rule.gate_anchor.weight.data.zero_()
+    assert found["loss_at_depth"] == pytest.approx([loss(model, recurrence=r) for r in range(c.recurrence + 1)], abs=1e-5)
+    assert found["g=1"] == pytest.approx(loss(model, recurrence=0), abs=1e-5)
+    assert found["g=0"] == pytest.approx(loss(other(lambda twin: None, gate=False)), abs=1e-5)
+    assert found["anchor=zeros"] == pytest.approx(loss(other(no_anchor)), abs=1e-5)
+    assert len({round(found[k], 4) for k in ("g=0", "g=1", "anchor=zeros", "anchor=embedding", "anchor=drifting")} | {round(loss(model), 4)}) == 6
+
+    # by hand: the states, the gate, the update, the anchors that are no model
+    naive, may = Naive(model), torch.ones(12, 12, dtype=torch.bool).tril()
+    embedded = model.wte.weight[x] + model.wpe.weight[:12]
+    a = naive.blocks("prelude", 1, embedded, may)
+
+    def states(anchor_of):
+        h, seen = a, []
+        for _ in range(c.recurrence):
+            anchor = anchor_of(h)
+            u = torch.cat((h, anchor), -1) @ torch.cat((before["rule.project_state.weight"], before["rule.project_anchor.weight"]), 1).T
+            o = naive.blocks("core", 2, u + before["rule.project_anchor.bias"], may)
+            hidden = naive.linear("rule.gate_state", naive.norm("rule.norm_state", h)) + naive.linear("rule.gate_anchor", naive.norm("rule.norm_anchor", anchor))
+            g = torch.sigmoid(naive.linear("rule.gate_out", F.silu(hidden)))
+            seen.append((h, o, g, g * h + (1 - g) * o))
+            h = seen[-1][3]
+        return seen, h
+
+    def ending(h):
+        return F.cross_entropy((naive.norm("norm", naive.blocks("coda", 1, h, may)) @ model.wte.weight.T).flatten(0, 1), y.flatten()).item()
+    seen, _ = states(lambda h: a)
+    for r, (h, o, g, new) in enumerate(seen):
+        assert found["gate_mean"][r] == pytest.approx(g.mean().item(), abs=1e-5)
+        assert found["gate_open"][r] == pytest.approx((g > 0.95).float().mean().item(), abs=1e-3)
+        assert found["gate_shut"][r] == pytest.approx((g < 0.05).float().mean().item(), abs=1e-3)
+        assert found["update_of_proposal"][r] == pytest.approx(((new - h).norm(dim=-1) / o.norm(dim=-1)).mean().item(), rel=1e-4)
+        cosine = (h * new).sum(-1) / h.norm(dim=-1) / new.norm(dim=-1)
+        assert found["cosine_of_steps"][r] == pytest.approx(cosine.mean().item(), abs=1e-4)
+    assert found["anchor=embedding"] == pytest.approx(ending(states(lambda h: embedded)[1]), abs=1e-5)
+    assert found["anchor=drifting"] == pytest.approx(ending(states(lambda h: h)[1]), abs=1e-5)
+    left, right = before["rule.project_state.weight"].flatten(), before["rule.project_anchor.weight"].flatten()
+    assert found["cosine of W's halves"] == pytest.approx((left @ right / left.norm() / right.norm()).item(), abs=1e-5)
+
+    # deciles: 7 of 72 tokens each, easiest at depth 0 first
+    first, last = (F.cross_entropy(model(x, recurrence=r)[0].transpose(1, 2), y, reduction="none").flatten() for r in (0, c.recurrence))
+    order = first.argsort()
+    for i in range(10):
+        tenth = order[7 * i:7 * i + 7]
+        assert sum(found["gain_by_decile"][i]) == pytest.approx((first[tenth] - last[tenth]).mean().item(), abs=1e-4)
+
+
+def test_similarity_and_rank():
+    """CKA from Gram matrices, as its definition has it, and what must not change it; the rank of what has a known one."""
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 6).double(), torch.randn(40, 9).double()
+    center = torch.eye(40).double() - 1 / 40
+    K, L = center @ x @ x.T @ center, center @ y @ y.T @ center
+    assert bench.linear_cka(x, y) == pytest.approx(((K * L).sum() / (K.norm() * L.norm())).item())
+    turned = 3 * x @ torch.linalg.qr(torch.randn(6, 6).double()).Q + 5
+    assert bench.linear_cka(x, turned) == pytest.approx(1)
+    basis = torch.linalg.qr(center @ torch.randn(40, 4).double()).Q
+    assert bench.effective_rank(7 * basis @ torch.eye(4, 9).double()) == pytest.approx(4)
+    assert bench.effective_rank(basis[:, :1] @ torch.randn(1, 9).double() + 2) == pytest.approx(1)
+    p = torch.tensor([8.0, 4.0, 2.0, 2.0]).double() / 16
+    assert bench.effective_rank(basis @ torch.diag(p)) == pytest.approx(math.exp(-(p * p.log()).sum()))
+
+
+def test_bench_anatomy(work, capsys):
+    assert run("grt", "out/a", max_iters=2) == run("looped", "out/b", max_iters=2) == run("mor", "out/c", max_iters=2) == 0
+    capsys.readouterr()
+    assert status(bench.main, ["anatomy", "--run=out/a,out/b,out/c", "--windows=4"]) == 0
+    out = capsys.readouterr().out
+    assert [out.count(words) for words in ("paper: 12.0", "effective rank", "decile 10")] == [1, 3, 3]
+    assert status(bench.main, ["anatomy", "--run=out/b", "--windows=4", "--svg=x.svg"]) == 2 and not Path("x.svg").exists()
+    error_line(capsys, "gate")
+
+
+def small_comparison(monkeypatch):
+    """Three runs of seconds in place of the tiny comparison."""
+    more = [f"--{k}={v}" for k, v in (FLAGS | dict(max_iters=3)).items() if k != "out_dir"]
+    runs = [(f"{name}_micro", *more, *words) for name, *words in (("grt", "--seed=0"), ("grt", "--seed=1"), ("dense", "--seed=0"))]
+    monkeypatch.setattr(bench, "tiny_runs", lambda seeds: runs)
+    return runs
+
+
+def test_comparison_trains_what_is_missing(work, monkeypatch, capsys):
+    """A second call trains nothing; what was lost, or has other settings, is trained again; a run that fails is named and
+    the others go on; results/tiny.json holds what the logs hold and keeps records of runs that are not here."""
+    runs = small_comparison(monkeypatch)
+    go = lambda: status(bench.main, ["cells", "--scale=tiny", "--run", "--workers=2"])
+    Path("results").mkdir()
+    Path("results/tiny.json").write_text('[{"command": "another", "val_loss": 1}]')
+    assert go() == 0 and "3 runs, 3 to train" in capsys.readouterr().out
+    records = json.loads(Path("results/tiny.json").read_text())
+    assert [r["command"] for r in records] == [*map(bench.command, runs), "another"]
+    for run_words, r in zip(runs, records):
+        c = bench.cell(*run_words)
+        saved = checkpoint(c.run_dir)
+        model, dataset = model_file.from_checkpoint(saved).eval(), prepare.open_dataset("mini")
+        assert r["val_loss"] == train.evaluate(model, dataset.val, c, torch.device("cpu"))
+        assert r["val_loss_at_depth"][str(c.recurrence)] == r["val_loss"] and len(r["val_loss_at_depth"]) == c.recurrence
+        assert (r["seed"], r["tokens"], r["data_hash"]) == (c.seed, 3 * c.tokens_per_step, dataset.hash)
+        assert r["train_flops"] == r["tokens"] * c.train_flops_per_token() and r["parameters"] == model.num_params()["total"]
+        assert config.load(train.TrainConfig, [], over=r["settings"]).lr(2) == c.lr(2)
+    assert go() == 0 and "3 runs, 0 to train" in capsys.readouterr().out
+    before = Path("results/tiny.json").read_text()
+    shutil.rmtree("out/grt_micro-seed1")
+    entries = Path("out/dense_micro-seed0/log.jsonl").read_text().splitlines()
+    Path("out/dense_micro-seed0/log.jsonl").write_text(entries[0].replace('"beta1": 0.9', '"beta1": 0.8') + "\n" + "\n".join(entries[1:]) + "\n")
+    Path("out/dense_micro-seed0/latest.pt").write_bytes(b"not a checkpoint")
+    assert go() == 2
+    out, err = capsys.readouterr()
+    assert "3 runs, 2 to train" in out and "1 of 2" in err and "dense_micro-seed0/console.txt" in out
+    assert "not a whole checkpoint" in Path("out/dense_micro-seed0/console.txt").read_text()
+    without_time = lambda text: re.sub(r'"seconds": \d+', "", text)
+    assert without_time(Path("results/tiny.json").read_text()) == without_time(before)
+    assert status(bench.main, ["cells", "--scale=small", "--run"]) == 2
+
+
+def test_comparison_is_stopped_and_continued(work, monkeypatch, capsys):
+    """SIGTERM to the comparison: its trainings save and stop, and the same command goes on from there."""
+    small_comparison(monkeypatch)
+    long = [run + ("--max_iters=100000", "--log_interval=1") for run in bench.tiny_runs(())[:1]]
+    monkeypatch.setattr(bench, "tiny_runs", lambda seeds: long)
+    log_file = Path("out/grt_micro-seed0/log.jsonl")
+
+    def stop():
+        while not log_file.exists() or log_file.read_text().count("tokens_per_s") < 3:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=stop).start()
+    assert status(bench.main, ["cells", "--scale=tiny", "--run", "--workers=1"]) == 130
+    reached = checkpoint("out/grt_micro-seed0")["step"]
+    assert 3 <= reached < 100000 and "saved in" in Path("out/grt_micro-seed0/console.txt").read_text()
+    shorter = [long[0][:-2] + (f"--max_iters={reached + 2}", "--log_interval=1")]
+    monkeypatch.setattr(bench, "tiny_runs", lambda seeds: shorter)
+    assert status(bench.main, ["cells", "--scale=tiny", "--run", "--workers=1"]) == 0
+    assert f"continuing at step {reached}" in Path("out/grt_micro-seed0/console.txt").read_text()
+
+
+def test_plan_of_the_comparison():
+    """With one seed: five systems at three scales and three budgets, GRT at equal training FLOPs, the ladder, the sweep, a
+    control for each part; each run once and in a folder of its own. Other seeds add the middle scale's standard budget."""
+    one, three = bench.tiny_runs(["0"]), bench.tiny_runs(["0", "1", "2"])
+    folders = [bench.cell(*run).run_dir for run in three]
+    assert len(set(folders)) == len(folders) and set(one) < set(three)
+    for scale in ("nano", "micro", "tiny"):
+        for budget in (0.5, 1, 2):
+            for system in bench.SYSTEMS:
+                c = bench.cell(f"{system}_{scale}", *([f"--budget={budget}"] if budget != 1 else []), "--seed=0")
+                assert c.run_dir in folders and (c.variant, c.budget) == (system, budget)
+            assert sum((c := bench.cell(*run)).match == "train_flops" and c.budget == budget and c.cell == f"grt_{scale}" for run in one) == 1
+    more = [bench.cell(*run) for run in three if run not in one]
+    assert {c.seed for c in more} == {1, 2} and {c.budget for c in more} == {1} and {c.n_embd for c in more} == {48}
+    assert {c.variant for c in more if c.match == "tokens"} == set(bench.SYSTEMS)
+
+
+def entry(cell_name, loss, **more):
+    """A record as results/tiny.json has them."""
+    return {"settings": {"cell": cell_name} | more, "val_loss": loss, "parameters": 10, "tokens": 1e6 * loss, "train_flops": 2.0,
+            "val_loss_at_depth": {"1": loss + 1, "3": loss + 2}}
+
+
+def test_tables_from_records():
+    """One seed gives its value, several their mean and range, none a dash."""
+    records = [entry("grt_micro", 1.5), entry("grt_micro", 1.7), entry("grt_micro", 9, budget=2.0), entry("dense_micro", 1.25)]
+    rows = {line.split(" | ")[0]: line for line in bench.nine_cells(records).splitlines()}
+    assert rows["| grt"] == "| grt | – | – | – | – | 1.600 (1.500 to 1.700) | 9.000 | – | – | – |"
+    assert "| `grt_micro` | 1+1×6+1 | 10 | 1.00 | 1.600 (1.500 to 1.700) | 2.600 (2.500 to 2.700) | 3.600 (3.500 to 3.700) |" in bench.middle_scale(records)
+
+
+def test_worth_of_a_step():
+    """The fit finds the φ that made the losses, and the interval holds it; with noise and without."""
+    def points(phi, noise=0.0):
+        rng = np.random.default_rng(0)
+        shapes = [(90e3, 0, 1), (30e3, 40e3, 4), (200e3, 0, 1), (60e3, 80e3, 6), (500e3, 0, 1), (90e3, 150e3, 8)]
+        return np.array([(once, core, r, D, 0.9 + 30 * (once + r**phi * core)**-0.4 + 80 * D**-0.35 + noise * rng.normal())
+                         for once, core, r in shapes for D in (2e6, 4e6, 8e6)])
+    for phi in (0.2, 0.6):
+        found, low, high, error = bench.fit_depth(points(phi), 1e-8)
+        assert found == pytest.approx(phi, abs=0.04) and low <= found <= high and error < 1e-3
+        found, low, high, error = bench.fit_depth(points(phi, 0.002), 0.002**2)
+        assert low - 0.1 <= phi <= high + 0.1 and error == pytest.approx(0.002, rel=0.6)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is not installed")
+def test_pictures(work, capsys):
+    """Each picture is SVG, small, the same bytes from the same numbers, with its words as text."""
+    assert run("grt", "out/a", max_iters=2) == run("dense", "out/b", max_iters=2) == 0
+    Path("results").mkdir()
+    Path("results/tiny.json").write_text(json.dumps([entry("grt_micro", 1.5), entry("grt_micro", 1.25, budget=2.0), entry("dense_tiny", 1.5)]))
+    for words, said in ((["results"], "training FLOPs"), (["depth", "--run=out/a,out/b", "--windows=4", "--exit_kl=1,0"], "mean steps of a token"),
+                        (["anatomy", "--run=out/a", "--windows=4"], "linear CKA")):
+        for name in ("x.svg", "y.svg"):
+            assert status(bench.main, [*words, f"--svg=pictures/{name}"]) == 0
+        svg = Path("pictures/x.svg").read_text()
+        assert svg == Path("pictures/y.svg").read_text() and said in svg and len(svg) < 150_000
+        ElementTree.fromstring(svg)
+
+
+def test_pictures_need_a_package(work, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    Path("results").mkdir()
+    Path("results/tiny.json").write_text("[]")
+    assert status(bench.main, ["results"]) == 2
+    error_line(capsys, "cells --scale=tiny --run")
+    with pytest.raises(config.ConfigError, match="pip install matplotlib"), bench.picture("x.svg", 1):
+        pass
+    assert not Path("x.svg").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

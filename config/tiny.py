@@ -11,4 +11,5 @@ max_iters = 2500
 learning_rate = 3e-3
 warmup_iters = 100
 eval_interval = 1250
+eval_tokens = 262_144
 log_interval = 100
