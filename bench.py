@@ -156,7 +156,7 @@ def count(b, names):
 
 # The tiny comparison: three scales that two CPU cores train in some three hours. Each run is a config and flags.
 TINY_SCALES, MIDDLE = ("nano", "micro", "tiny"), "micro"
-RATES = ("3e-3", "6e-3", "1.2e-2", "2.4e-2")      # the sweep that chose each system's learning rate, at half the middle scale's budget
+RATES = ("3e-3", "6e-3", "1.2e-2", "2.4e-2", "4.8e-2")      # the sweep that chose each system's learning rate, in 1,250 steps
 REPEATED = [*(f"{system}_micro" for system in SYSTEMS),      # at the middle scale, with every seed
             "grt_micro --match=train_flops",
             "grt_micro --cell=grt_micro_half --half_identity",
@@ -175,8 +175,8 @@ def tiny_runs(seeds):
     """Every run of the tiny comparison as words for train.py, the most telling first: all of it with the first seed, the
     middle scale's standard budget with the others too."""
     first, others = f" --seed={seeds[0]}", [f" --seed={seed}" for seed in seeds[1:]]
-    lines = [f"{system}_micro --cell={system}_micro_lr{rate} --learning_rate={rate} --budget=0.5{first}"
-             for rate in RATES for system in SYSTEMS if float(rate) != cell(f"{system}_micro").learning_rate]
+    lines = [f"{system}_micro --cell={system}_micro_lr{rate} --learning_rate={rate} --max_iters=2500 --budget=0.5{first}"
+             for rate in RATES for system in SYSTEMS]
     lines += [run + first for run in REPEATED + CONTROLS] + [run + seed for seed in others for run in REPEATED]
     for scale in TINY_SCALES:
         for budget in ("", " --budget=0.5", " --budget=2"):
@@ -690,12 +690,12 @@ def middle_scale(records):
 
 
 def learning_rates(records):
-    """The sweep, at half the middle scale's budget; the chosen rate is the one in the system's config."""
+    """The sweep at the middle scale; bold is the rate that the system's configs have."""
     rows = []
     for system in SYSTEMS:
         chosen = cell(f"{system}_{MIDDLE}").learning_rate
-        rows.append([system, *(f"**{losses(records, f'{system}_{MIDDLE}', 0.5)}**" if float(rate) == chosen else
-                               losses(records, f"{system}_{MIDDLE}_lr{rate}", 0.5) for rate in RATES)])
+        found = {rate: losses(records, f"{system}_{MIDDLE}_lr{rate}", 0.5) for rate in RATES}
+        rows.append([system, *(f"**{loss}**" if float(rate) == chosen else loss for rate, loss in found.items())])
     return markdown(rows, ["", *RATES])
 
 
