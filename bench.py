@@ -155,8 +155,8 @@ def count(b, names):
 # cells
 
 # The tiny comparison: three scales that two CPU cores train in some three hours. Each run is a config and flags.
-TINY_SCALES, MIDDLE = ("nano", "micro", "tiny"), "micro"
-RATES = ("3e-3", "6e-3", "1.2e-2", "2.4e-2", "4.8e-2")      # the sweep that chose each system's learning rate, in 1,250 steps
+TINY_SCALES = ("nano", "micro", "tiny")
+RATES = ("3e-3", "6e-3", "1.2e-2", "2.4e-2")      # the sweep that chose each system's learning rate, at half the budget
 REPEATED = [*(f"{system}_micro" for system in SYSTEMS),      # at the middle scale, with every seed
             "grt_micro --match=train_flops",
             "grt_micro --cell=grt_micro_half --half_identity",
@@ -175,8 +175,8 @@ def tiny_runs(seeds):
     """Every run of the tiny comparison as words for train.py, the most telling first: all of it with the first seed, the
     middle scale's standard budget with the others too."""
     first, others = f" --seed={seeds[0]}", [f" --seed={seed}" for seed in seeds[1:]]
-    lines = [f"{system}_micro --cell={system}_micro_lr{rate} --learning_rate={rate} --max_iters=2500 --budget=0.5{first}"
-             for rate in RATES for system in SYSTEMS]
+    lines = [f"{system}_micro --cell={system}_micro_lr{rate} --learning_rate={rate} --budget=0.5{first}"
+             for rate in RATES for system in SYSTEMS if float(rate) != cell(f"{system}_micro").learning_rate]
     lines += [run + first for run in REPEATED + CONTROLS] + [run + seed for seed in others for run in REPEATED]
     for scale in TINY_SCALES:
         for budget in ("", " --budget=0.5", " --budget=2"):
@@ -212,7 +212,7 @@ def read_log(folder):
 
 def differences(c, settings):
     """What makes a run with these settings another run than c: ["name=value", ...]."""
-    free = MAY_CHANGE - {"max_iters"}
+    free = MAY_CHANGE - {"max_iters", "eval_tokens"}
     return [f"{k}={settings[k]}" for k, v in dataclasses.asdict(c).items() if k not in free and k in settings and settings[k] != v]
 
 
@@ -286,7 +286,6 @@ def save_results(runs):
     temporary = RESULTS.with_name(RESULTS.name + ".tmp")
     temporary.write_text("[\n" + ",\n".join(json.dumps(r) for r in records) + "\n]\n")
     os.replace(temporary, RESULTS)
-    return records
 
 
 def read_results():
@@ -295,6 +294,8 @@ def read_results():
 
 def run_tiny(b):
     """Train every run of the tiny comparison that is not finished, `workers` at a time, and write results/tiny.json."""
+    if b.workers < 1:
+        raise ConfigError(f"workers={b.workers}: must be at least 1")
     runs = tiny_runs(b.seeds.split(","))
     open_dataset(cell(*runs[0]).dataset)        # prepared once, not by every worker
     missing = [run for run in runs if record(run) is None]
@@ -693,9 +694,9 @@ def learning_rates(records):
     """The sweep at the middle scale; bold is the rate that the system's configs have."""
     rows = []
     for system in SYSTEMS:
-        chosen = cell(f"{system}_{MIDDLE}").learning_rate
-        found = {rate: losses(records, f"{system}_{MIDDLE}_lr{rate}", 0.5) for rate in RATES}
-        rows.append([system, *(f"**{loss}**" if float(rate) == chosen else loss for rate, loss in found.items())])
+        chosen = cell(f"{system}_micro").learning_rate
+        rows.append([system, *(f"**{losses(records, f'{system}_micro', 0.5)}**" if float(rate) == chosen else
+                               losses(records, f"{system}_micro_lr{rate}", 0.5) for rate in RATES)])
     return markdown(rows, ["", *RATES])
 
 
@@ -704,9 +705,9 @@ def worth_of_depth(records):
 
         loss = E + A (N_once + r^φ N_rec)^-α + B D^-β
 
-    fitted to dense's and one system's runs at three scales and three budgets. N counts parameters of matrices in blocks and
-    update, once or in the core; D counts tokens, r the steps of the evaluation. The interval holds every φ whose least
-    squared error is at most one standard deviation of the noise between seeds, squared, above the best fit's.
+    fitted to dense's and one system's runs at three scales and three budgets. N_once counts the parameters of prelude and
+    coda, N_rec those of core and update, D tokens, r the steps of the evaluation. The interval holds every φ whose least
+    squared error exceeds the best one's by at most the variance between seeds.
     """
     noise = [r["val_loss"] for r in select(records, "dense_micro")], [r["val_loss"] for r in select(records, "grt_micro")]
     if min(map(len, noise)) < 2:
@@ -720,9 +721,8 @@ def worth_of_depth(records):
                     c, found = cell(f"{name}_{scale}"), select(records, f"{name}_{scale}", budget)
                     if found:
                         count = num_params(c)
-                        core = count["core"] + count["rule"] * (c.n_core > 0)
-                        once = count["prelude"] + count["coda"]
-                        points.append((once, core, c.recurrence, found[0]["tokens"], statistics.mean(r["val_loss"] for r in found)))
+                        points.append((count["prelude"] + count["coda"], count["core"] + count["rule"], c.recurrence,
+                                       found[0]["tokens"], statistics.mean(r["val_loss"] for r in found)))
         if len(points) < 18:
             rows.append([system, "–", "–", f"{len(points)} of 18 runs", theirs or ""])
             continue
@@ -732,14 +732,14 @@ def worth_of_depth(records):
     return markdown(rows, ["", "φ", "interval", "root mean squared error", "Schwethelm et al."])
 
 
-PHI = np.linspace(-0.5, 1.5, 101)
+PHI = np.linspace(-0.5, 1.5, 81)
 
 
 def fit_depth(points, variance):
     """(φ, the ends of its interval, root mean squared error) for rows (N_once, N_rec, r, D, loss). α, β and φ run over a
     grid, and E, A, B >= 0 follow by least squares."""
     once, core, r, D, loss = points.T
-    exponents = np.linspace(0.05, 1.5, 30)
+    exponents = np.linspace(0.05, 1.5, 20)
     best = np.full(len(PHI), np.inf)
     for i, phi in enumerate(PHI):
         size = once + r**phi * core

@@ -70,6 +70,7 @@ class ModelConfig:
     vocab_size: int = 50304    # GPT-2's 50257 padded to a multiple of 64
     bias: bool = False         # biases in linear layers and LayerNorms, as GPT-2 has them
     dropout: float = 0.0       # on embeddings, attention and residual branches
+    init_std: float = 0.02     # initial standard deviation of embeddings and linear layers (GPT-2's)
     gelu: str = "erf"          # erf (exact), or tanh as in OpenAI's weights
     anchor: bool = True        # grt: feed the prelude's output to every step (off: a rung of the ablation ladder)
     gate: bool = True          # grt: blend old state and proposal (off: take the proposal)
@@ -86,7 +87,7 @@ class ModelConfig:
         need(self.variant in RULES, f"variant={self.variant}: must be one of {', '.join(RULES)}")
         for name in ("recurrence", "n_embd", "n_head", "block_size", "vocab_size"):
             need(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("n_prelude", "n_core", "n_coda", "noise"):
+        for name in ("n_prelude", "n_core", "n_coda", "noise", "init_std"):
             need(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
         need(self.n_embd % self.n_head == 0, f"n_embd={self.n_embd}: must be a multiple of n_head={self.n_head}")
         need(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
@@ -578,9 +579,9 @@ def sample_depth(config, seed, step):
 class Transformer(nn.Module):
     """Prelude, recurrent core, coda: one model for every system.
 
-    Inits, D = n_embd, n = executed blocks at depth R:
-        embeddings, linear layers        N(0, 0.02²)
-        attn.out, mlp.down               N(0, (0.02 / √(2n))²): the branches add up along the residual stream
+    Inits, σ = init_std, n = executed blocks at depth R:
+        embeddings, linear layers        N(0, σ²)
+        attn.out, mlp.down               N(0, (σ / √(2n))²): the branches add up along the residual stream
         biases, LayerNorms               0, 1;  gate_out.bias = gate_bias
     """
 
@@ -599,7 +600,7 @@ class Transformer(nn.Module):
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.executed_blocks()) if residual else 0.02)
+                nn.init.normal_(p, std=c.init_std / math.sqrt(2 * c.executed_blocks()) if residual else c.init_std)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
         self.rule.reset_parameters()

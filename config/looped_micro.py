@@ -2,4 +2,3 @@
 base = "micro.py"
 variant = "looped"
 n_prelude, n_core, recurrence, n_coda = 1, 1, 6, 1
-learning_rate = 2.4e-2      # the best of the same five, on micro

@@ -2,4 +2,3 @@
 base = "tiny.py"
 variant = "mor"
 n_prelude, n_core, recurrence, n_coda = 1, 4, 2, 1
-learning_rate = 2.4e-2      # the best of the same five, on micro
