@@ -164,6 +164,7 @@ REPEATED = [*(f"{system}_micro" for system in SYSTEMS),      # at the middle sca
 CONTROLS = [*(f"{rung}_micro" for rung in LADDER[:-1]),      # at the middle scale, with the first seed; the last rung is grt_micro
             "grt_micro_isoparam",
             "grt_micro --cell=grt_micro_fixed --depth_sampling=fixed",
+            "grt_micro --cell=grt_micro_bias1 --gate_bias=1",
             "grt_micro --cell=grt_micro_half_bias1 --half_identity --gate_bias=1",
             "grt_micro --cell=grt_micro_half --half_identity --match=train_flops",
             "looped_micro --cell=looped_micro_uniform --depth_sampling=uniform --match=train_flops"]
@@ -268,7 +269,7 @@ def record(run):
         return None
     header, last, seconds = log
     defaults = dataclasses.asdict(TrainConfig())
-    kept = {k: v for k, v in header["settings"].items() if k not in MAY_CHANGE - {"max_iters", "cell"} and defaults.get(k) != v}
+    kept = {k: v for k, v in dataclasses.asdict(c).items() if k not in MAY_CHANGE - {"max_iters", "cell"} and defaults[k] != v}
     measured = {k: last[k] for k in ("val_loss", "val_loss_at_depth", "val_loss_leaky", "routing_disagreement") if k in last}
     return {"command": command(run), "seed": c.seed, "commit": header["commit"], "data_hash": header["data_hash"],
             "versions": header["versions"], "settings": kept, "parameters": header["parameters"], "steps": c.steps,
