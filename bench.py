@@ -179,9 +179,11 @@ def tiny_runs(seeds):
     lines = [f"{system}_micro --cell={system}_micro_lr{rate} --learning_rate={rate} --budget=0.5{first}"
              for rate in RATES for system in SYSTEMS if float(rate) != cell(f"{system}_micro").learning_rate]
     lines += [run + first for run in REPEATED + CONTROLS] + [run + seed for seed in others for run in REPEATED]
-    for scale in TINY_SCALES:
-        for budget in ("", " --budget=0.5", " --budget=2"):
+    for budget in ("", " --budget=0.5", " --budget=2"):
+        for scale in TINY_SCALES:
             lines += [f"{system}_{scale}{budget}{first}" for system in SYSTEMS] + [f"grt_{scale} --match=train_flops{budget}{first}"]
+        if budget == "":
+            lines += [f"{system}_tiny --match=train_flops{first}" for system in ("mor", "poisson")]     # looped costs what dense does
     return [tuple(line.split()) for line in dict.fromkeys(lines)]
 
 
@@ -671,10 +673,10 @@ def markdown(rows, titles):
 
 
 def nine_cells(records):
-    """Validation loss by scale, budget and system."""
+    """Validation loss by scale, budget and system, at equal tokens and at equal training FLOPs."""
     rows = [[name + (" at dense's training FLOPs" if match != "tokens" else ""),
              *(losses(records, f"{name}_{scale}", budget, match) for scale in TINY_SCALES for budget in map(float, BUDGETS))]
-            for name, match in [*((system, "tokens") for system in SYSTEMS), ("grt", "train_flops")]]
+            for match in ("tokens", "train_flops") for name in SYSTEMS if match == "tokens" or name not in ("dense", "looped")]
     return markdown(rows, ["", *(f"{scale} {budget:g}×" for scale in TINY_SCALES for budget in BUDGETS)])
 
 

@@ -1710,6 +1710,7 @@ def test_tables_from_records():
     """One seed gives its value, several their mean and range, none a dash."""
     records = [entry("grt_micro", 1.5), entry("grt_micro", 1.7), entry("grt_micro", 9, budget=2.0), entry("dense_micro", 1.25)]
     rows = {line.split(" | ")[0]: line for line in bench.nine_cells(records).splitlines()}
+    assert len(rows) == 2 + 5 + 3
     assert rows["| grt"] == "| grt | – | – | – | – | 1.600 (1.500 to 1.700) | 9.000 | – | – | – |"
     assert "| `grt_micro` | 1+1×6+1 | 10 | 1.00 | 1.600 (1.500 to 1.700) | 2.600 (2.500 to 2.700) | 3.600 (3.500 to 3.700) |" in bench.middle_scale(records)
 
