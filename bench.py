@@ -157,17 +157,14 @@ def count(b, names):
 # The tiny comparison: three scales that two CPU cores train in some three hours. Each run is a config and flags.
 TINY_SCALES = ("nano", "micro", "tiny")
 RATES = ("3e-3", "6e-3", "1.2e-2", "2.4e-2")      # the sweep that chose each system's learning rate, at half the budget
-REPEATED = [*(f"{system}_micro" for system in SYSTEMS),      # at the middle scale, with every seed
-            "grt_micro --match=train_flops",
-            "grt_micro --cell=grt_micro_half --half_identity",
-            "looped_micro --cell=looped_micro_uniform --depth_sampling=uniform"]
-CONTROLS = [*(f"{rung}_micro" for rung in LADDER[:-1]),      # at the middle scale, with the first seed; the last rung is grt_micro
-            "grt_micro_isoparam",
+REPEATED = [*(f"{system}_micro" for system in SYSTEMS),      # at the middle scale, with every seed; rung 1 is looped with sampled depth
+            "grt_micro --match=train_flops", "ladder_1_prelude_coda_micro", "grt_micro --cell=grt_micro_half --half_identity"]
+CONTROLS = ["ladder_0_looped_micro", "ladder_2_noise_micro", "ladder_3_anchor_micro", "grt_micro_isoparam",      # with the first seed
             "grt_micro --cell=grt_micro_fixed --depth_sampling=fixed",
             "grt_micro --cell=grt_micro_bias1 --gate_bias=1",
             "grt_micro --cell=grt_micro_half_bias1 --half_identity --gate_bias=1",
-            "grt_micro --cell=grt_micro_half --half_identity --match=train_flops",
-            "looped_micro --cell=looped_micro_uniform --depth_sampling=uniform --match=train_flops"]
+            "ladder_1_prelude_coda_micro --match=train_flops",
+            "grt_micro --cell=grt_micro_half --half_identity --match=train_flops"]
 RESULTS = Path("results/tiny.json")
 TRAIN_ALONE = ("--eval_depths", "--eval_interval=1000000", "--device=cpu", "--dtype=float32", "--compile=False")
 
@@ -683,7 +680,7 @@ def nine_cells(records):
 def middle_scale(records):
     """The middle scale's standard budget: every system and control, with its spread over seeds."""
     dense, rows = select(records, "dense_micro"), []
-    for run in dict.fromkeys(REPEATED[:len(SYSTEMS)] + CONTROLS[:len(LADDER) - 1] + REPEATED[len(SYSTEMS):] + CONTROLS[len(LADDER) - 1:]):
+    for run in REPEATED + CONTROLS:
         c = cell(*run.split())
         found = select(records, c.cell, 1.0, c.match)
         if found and dense:
