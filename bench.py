@@ -157,9 +157,15 @@ def count(b, names):
 # The tiny comparison: three scales that two CPU cores train in some three hours. Each run is a config and flags.
 TINY_SCALES = ("nano", "micro", "tiny")
 RATES = ("3e-3", "6e-3", "1.2e-2", "2.4e-2")      # the sweep that chose each system's learning rate, at half the budget
-REPEATED = [*(f"{system}_micro" for system in SYSTEMS),      # at the middle scale, with every seed; rung 1 is looped with sampled depth
-            "grt_micro --match=train_flops", "ladder_1_prelude_coda_micro", "grt_micro --cell=grt_micro_half --half_identity"]
-CONTROLS = ["ladder_0_looped_micro", "ladder_2_noise_micro", "ladder_3_anchor_micro", "grt_micro_isoparam",      # with the first seed
+# At the middle scale with every seed. Rung 1 of the ladder is looped with sampled depth; the last rung is grt_micro.
+REPEATED = [*(f"{system}_micro" for system in SYSTEMS), "grt_micro --match=train_flops", "ladder_1_prelude_coda_micro",
+            "grt_micro --cell=grt_micro_half --half_identity"]
+# At the middle scale with the first seed. dense_micro_2 is what grt_micro would be without its core.
+CONTROLS = ["dense_micro --cell=dense_micro_2 --n_prelude=2",
+            "ladder_0_looped_micro",
+            "ladder_2_noise_micro",
+            "ladder_3_anchor_micro",
+            "grt_micro_isoparam",
             "grt_micro --cell=grt_micro_fixed --depth_sampling=fixed",
             "grt_micro --cell=grt_micro_bias1 --gate_bias=1",
             "grt_micro --cell=grt_micro_half_bias1 --half_identity --gate_bias=1",
