@@ -27,7 +27,7 @@ In reading order:
     Gated                                    (dense is a model whose core is empty)
     fold, sample_depth                       randomness as a function of (seed, step)
     Transformer                              forward, generation, parameter counts
-    save_checkpoint, load_checkpoint         one file, written whole or not at all
+    load_checkpoint, from_checkpoint         what train.py saved, and the model in it
 
 Shapes: B batch, T tokens, D width (n_embd), H heads, V vocabulary, S cache length, R recurrence.
 """
@@ -36,10 +36,8 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import pickle
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Optional
 
 import torch
@@ -818,26 +816,8 @@ class CheckpointError(Exception):
     """A checkpoint that cannot be written or read: one line with the file and what to do."""
 
 
-def save_checkpoint(path, checkpoint):
-    """Write a dict of tensors and plain values: to a temporary file, flushed to disk, then renamed over `path`, so that
-    a reader finds the old file or the new one, whole. Raises CheckpointError, with the old file as it was."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:    # torch reports a full disk as RuntimeError
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "the disk is full or failed"
-        raise CheckpointError(f"could not save {path}: {reason}; the file before it is unharmed") from error
-
-
 def load_checkpoint(path, device="cpu"):
-    """The dict that save_checkpoint wrote, its tensors on `device`. Raises CheckpointError."""
+    """The dict that train.py saved, its tensors on `device`. Raises CheckpointError."""
     try:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
         checkpoint["model"], checkpoint["settings"]
