@@ -54,6 +54,11 @@ class ModelError(ValueError):
     """Something asked of a model that it cannot be or do: one line."""
 
 
+def need(truth, text):
+    if not truth:
+        raise ModelError(text)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of a model. Raises ModelError naming field, value and rule where something contradicts itself."""
@@ -77,10 +82,6 @@ class ModelConfig:
     depth_sampling: str = ""   # depth per optimizer step: fixed, uniform or poisson ("" is the variant's own)
 
     def __post_init__(self):
-        def need(truth, text):
-            if not truth:
-                raise ModelError(text)
-
         need(self.variant in RULES, f"variant={self.variant}: must be one of {', '.join(RULES)}")
         for name in ("recurrence", "n_embd", "n_head", "block_size", "vocab_size"):
             need(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
@@ -91,12 +92,10 @@ class ModelConfig:
         need(self.gelu in ("erf", "tanh"), f"gelu={self.gelu}: must be erf or tanh")
         need(self.depth_sampling in ("", "fixed", "uniform", "poisson"),
              f"depth_sampling={self.depth_sampling}: must be fixed, uniform, poisson or empty for the variant's own")
-        if self.variant == "dense":
-            need(self.n_core == 0 and self.n_coda == 0 and self.recurrence == 1,
-                 f"variant=dense has n_core=0, n_coda=0 and recurrence=1, not {self.n_core}, {self.n_coda} and "
-                 f"{self.recurrence}; n_prelude is its number of blocks")
-        else:
-            need(self.n_core >= 1, f"n_core={self.n_core}: variant={self.variant} needs a core to repeat")
+        need(self.variant != "dense" or (self.n_core, self.n_coda, self.recurrence) == (0, 0, 1),
+             f"variant=dense has n_core=0, n_coda=0 and recurrence=1, not {self.n_core}, {self.n_coda} and "
+             f"{self.recurrence}; n_prelude is its number of blocks")
+        need(self.variant == "dense" or self.n_core >= 1, f"n_core={self.n_core}: variant={self.variant} needs a core to repeat")
         need(self.variant != "mor" or self.sampling == "fixed", "variant=mor has one router per recursion: its depth is fixed")
 
     @property
@@ -109,8 +108,8 @@ class ModelConfig:
         """The model as p+s×R+c."""
         return f"{self.n_prelude}+{self.n_core}×{self.recurrence}+{self.n_coda}" if self.n_core else str(self.n_prelude)
 
-    def executed_blocks(self, recurrence=None):
-        return self.n_prelude + self.n_core * (self.recurrence if recurrence is None else recurrence) + self.n_coda
+    def executed_blocks(self):
+        return self.n_prelude + self.n_core * self.recurrence + self.n_coda
 
     def flops_per_token(self, recurrence=None, tokens=None, accounting="executed", head=True):
         """Operations of a forward pass per token, a multiplication and an addition counted apart.
@@ -120,29 +119,24 @@ class ModelConfig:
         "paper" is the paper's formula, (p + sR + c)(24D² + 4TD) + R·10D² for GRT, projections and gate anew each step.
         Attention is counted over all T² pairs in both. Lookups, norms and elementwise work are not counted.
         """
-        if accounting not in ("executed", "paper"):
-            raise ModelError(f"accounting={accounting}: must be executed or paper")
+        need(accounting in ("executed", "paper"), f"accounting={accounting}: must be executed or paper")
         rule, D, T = RULES[self.variant], self.n_embd, tokens or self.block_size
         depth = self.recurrence if recurrence is None else recurrence
         total = (self.n_prelude + self.n_coda) * (24 * D**2 + 4 * T * D)
         for step in range(depth):
             kept = rule.tokens_kept(self, step, T)
             total += self.n_core * (24 * D**2 + 4 * kept * D) * kept / T
-        outside = rule.flops if accounting == "executed" else rule.paper_flops
-        return total + outside(self, depth, T) + head * 2 * D * self.vocab_size
+        return total + rule.flops(self, depth, T, accounting == "paper") + head * 2 * D * self.vocab_size
 
     def train_flops_per_token(self, accounting="executed", head=True):
         """Expected operations of training per token under the depth schedule: the forward pass, and twice that for the
         backward pass through the steps that have one."""
-        def cost(depth):
-            through = min(depth, RULES[self.variant].backprop_steps)
-            return sum(n * self.flops_per_token(r, None, accounting, head) for n, r in ((1, depth), (2, through)))
+        forward = functools.cache(lambda depth: self.flops_per_token(depth, None, accounting, head))
+        last = RULES[self.variant].backprop_steps
+        depths = range(1 if self.sampling == "uniform" else self.recurrence, self.recurrence + 1)
         if self.sampling == "poisson":
             depths = [sample_depth(self, 0, step) for step in range(10_000)]
-        else:
-            depths = [self.recurrence] if self.sampling == "fixed" else range(1, self.recurrence + 1)
-        costs = {depth: cost(depth) for depth in set(depths)}
-        return sum(costs[depth] for depth in depths) / len(depths)
+        return sum(forward(r) + 2 * forward(min(r, last)) for r in depths) / len(depths)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -359,13 +353,9 @@ class Looped(nn.Module):
         return T
 
     @staticmethod
-    def flops(c, depth, T):
-        """Operations per token that the rule itself executes in `depth` steps."""
-        return 0
-
-    @staticmethod
-    def paper_flops(c, depth, T):
-        """The same with nothing shared between steps."""
+    def flops(c, depth, T, paper=False):
+        """Operations per token of the rule itself in `depth` steps: those executed, or by the paper's formula, which
+        computes the anchor's halves anew at every step."""
         return 0
 
 
@@ -402,12 +392,8 @@ class HeavyTail(Looped):
         return self.norm(core(self.project_state(h) + projected)), projected
 
     @staticmethod
-    def flops(c, depth, T):
-        return 2 * c.n_embd**2 * (1 + depth)
-
-    @staticmethod
-    def paper_flops(c, depth, T):
-        return 4 * c.n_embd**2 * depth
+    def flops(c, depth, T, paper=False):
+        return 2 * c.n_embd**2 * (depth + (depth if paper else 1))
 
 
 class MixtureOfRecursions(Looped):
@@ -466,9 +452,10 @@ class MixtureOfRecursions(Looped):
         return max(1, T * (c.recurrence - r) // c.recurrence)
 
     @staticmethod
-    def flops(c, depth, T):
-        """The routers, each on the tokens kept before it."""
-        return 2 * c.n_embd * sum(MixtureOfRecursions.tokens_kept(c, max(r - 1, 0), T) for r in range(depth)) / T
+    def flops(c, depth, T, paper=False):
+        """The routers, each on the tokens kept before it; the paper's formula leaves them out."""
+        kept = [MixtureOfRecursions.tokens_kept(c, max(r - 1, 0), T) for r in range(depth)]
+        return 0 if paper else 2 * c.n_embd * sum(kept) / T
 
 
 class Gated(Looped):
@@ -524,13 +511,9 @@ class Gated(Looped):
         return torch.add(x, torch.randn_like(x), alpha=self.noise) if self.training and self.noise else x
 
     @staticmethod
-    def flops(c, depth, T):
-        once, each = c.anchor + (c.anchor and c.gate), c.anchor + 2 * c.gate
-        return 2 * c.n_embd**2 * (once + depth * each)
-
-    @staticmethod
-    def paper_flops(c, depth, T):
-        return Gated.flops(c, 1, T) * depth
+    def flops(c, depth, T, paper=False):
+        state, anchor = c.anchor + 2 * c.gate, c.anchor + (c.anchor and c.gate)     # matrices [D, D] that each goes through
+        return 2 * c.n_embd**2 * (depth * state + (depth if paper else 1) * anchor)
 
 
 RULES = {"dense": Looped, "looped": Looped, "poisson": HeavyTail, "mor": MixtureOfRecursions, "grt": Gated}
