@@ -221,97 +221,84 @@ class Slot(NamedTuple):
     """One executed block's part of the cache during one forward pass over T new tokens."""
     keys: Tensor               # [B, H, S, D/H], written in place
     values: Tensor             # [B, H, S, D/H]
+    kept: Tensor               # [B, S] the tokens a router kept at this step (mor)
     weight: float              # of the new keys against those that earlier steps left: 1 replaces, 0 leaves
-    kept: Optional[Tensor]     # [B, S] the tokens a router kept at this step (mor)
     where: object              # the new positions: a slice, or a tensor that a compiled step reads
-    mask: Optional[Tensor]     # [T, S] or [T, end] what the new tokens may see; None: all, causally
+    end: int                   # the new tokens may look among positions 0..end-1
+    mask: Optional[Tensor]     # [T, end] which of them; None: all, causally
 
     def append(self, k, v, keep):
         """Store the new tokens' k, v [B, H, T, D/H]; return keys, values and mask for their attention."""
-        static = isinstance(self.where, Tensor)
+        where, end, mask = self.where, self.end, self.mask
         for buffer, new in (self.keys, k), (self.values, v):
-            if self.weight == 1:
-                buffer[:, :, self.where] = new
-            elif self.weight:
-                buffer[:, :, self.where] = torch.lerp(buffer[:, :, self.where], new, self.weight)
-        mask = self.mask
+            if self.weight:
+                buffer[:, :, where] = new if self.weight == 1 else torch.lerp(buffer[:, :, where], new, self.weight)
         if keep is not None:
-            self.kept[:, self.where] = keep
-            pos = self.where if static else torch.arange(self.where.start, self.where.stop, device=k.device)
-            end = self.kept.shape[1] if static else self.where.stop
-            mask = causal_mask(pos, end, self.kept[:, :end])
-        if not static and self.where.start == 0:       # a prompt sees itself as in training, whatever the cache keeps
+            self.kept[:, where] = keep
+            mask = causal_mask(torch.arange(end, device=k.device)[where], end, self.kept[:, :end])
+        if end == k.shape[2]:               # a prompt sees itself as in training, whatever the cache keeps
             return k, v, mask
-        end = None if static else self.where.stop
         return self.keys[:, :, :end], self.values[:, :, :end], mask
 
 
 class KVCache:
     """Keys and values of the text so far, in static buffers of S = `size` positions; `length` tokens are held.
 
-    Step r of core block i has keys unlike those of every other step, so `sharing` says what R steps leave behind:
-        full     all of it, one slot per executed block: exact
-        mean     one slot a block, the mean over the steps so far
-        first    one slot a block, written by the first step
-        last     one slot a block, overwritten by every step
-    All but full are approximations: a new token reads older tokens' shared keys; a prompt is read exactly.
+    Step r of core block i has keys unlike those of every other step; `sharing` says what R steps leave behind. All modes
+    but full are approximations: a new token reads older tokens' shared keys; a prompt is read exactly.
 
     A forward pass takes its slots from `open`. It reads buffers up to the last token, whose position is a Python number.
-    After `freeze` it reads all S positions under a mask and finds its position in the tensor `position`: the same graph
-    for every token, which a compiled decoding step needs.
+    After `freeze` it reads all S positions under a mask and finds its own in the tensor `position`: the same graph for
+    every token, which a compiled decoding step needs.
     """
-    SHARING = ("full", "mean", "first", "last")
+    # what step r's keys weigh against those that earlier steps left in the same slot
+    SHARING = {"full": lambda r: 1.0,                  # no slot is shared, each executed block has its own: exact
+               "mean": lambda r: 1 / (r + 1),          # one slot a block, the mean over the steps so far
+               "first": lambda r: float(r == 0),       # one slot a block, written by the first step
+               "last": lambda r: 1.0}                  # one slot a block, overwritten by every step
 
     def __init__(self, config, batch_size, size=None, recurrence=None, device=None, dtype=None, sharing="full"):
-        c, self.length, self.size, self.position, self.frozen = config, 0, size or config.block_size, None, None
-        self.recurrence = config.recurrence if recurrence is None else recurrence
-        if self.size > c.block_size:
-            raise ModelError(f"size={self.size}: the model has positions for block_size={c.block_size} tokens")
-        if sharing not in self.SHARING:
-            raise ModelError(f"kv={sharing}: must be one of {', '.join(self.SHARING)}")
-        if c.variant == "mor" and sharing != "full":
-            raise ModelError(f"kv={sharing}: a mor model's steps hold different tokens; only full is possible")
-        # the map: for every executed block, in order, its slot and the weight of what it writes
-        step = {"full": lambda r, i: (r * c.n_core + i, 1.0), "mean": lambda r, i: (i, 1 / (r + 1)),
-                "first": lambda r, i: (i, float(r == 0)), "last": lambda r, i: (i, 1.0)}[sharing]
-        core = [step(r, i) for r in range(self.recurrence) for i in range(c.n_core)]
-        n_core = 1 + max((slot for slot, _ in core), default=-1)
-        self.map = [(i, 1.0) for i in range(c.n_prelude)] + [(c.n_prelude + slot, weight) for slot, weight in core]
-        self.map += [(c.n_prelude + n_core + i, 1.0) for i in range(c.n_coda)]
-        shape = (c.n_prelude + n_core + c.n_coda, batch_size, c.n_head, self.size, c.n_embd // c.n_head)
-        self.keys, self.values = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
-        self.kept = None
-        if c.variant == "mor":
-            self.kept = torch.zeros(len(self.keys), batch_size, self.size, device=device, dtype=torch.bool)
+        c, self.length, self.size, self.frozen = config, 0, size or config.block_size, False
+        R = self.recurrence = c.recurrence if recurrence is None else recurrence
+        need(self.size <= c.block_size, f"size={self.size}: the model has positions for block_size={c.block_size} tokens")
+        need(sharing in self.SHARING, f"kv={sharing}: must be one of {', '.join(self.SHARING)}")
+        need(c.variant != "mor" or sharing == "full",
+             f"kv={sharing}: a mor model's steps hold different tokens; only full is possible")
+        n = c.n_core * (R if sharing == "full" else min(R, 1))                             # the core's slots
+        core = [((r * c.n_core + i) % n, self.SHARING[sharing](r)) for r in range(R) for i in range(c.n_core)]
+        # for every executed block, in order, its slot and the weight of what it writes
+        self.map = [(i, 1.0) for i in range(c.n_prelude)] + [(c.n_prelude + i, weight) for i, weight in core]
+        self.map += [(c.n_prelude + n + i, 1.0) for i in range(c.n_coda)]
+        shape = (c.n_prelude + n + c.n_coda, batch_size, c.n_head, self.size, c.n_embd // c.n_head)
+        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        self.kept = torch.zeros(*shape[:2], self.size if c.variant == "mor" else 0, device=device, dtype=torch.bool)
+        self.position = torch.zeros(1, device=device, dtype=torch.long)
 
     def open(self, T):
         """Positions [T] of T new tokens, and a slot for each block in the order in which blocks run."""
-        if self.position is not None:
-            where = positions = self.position
-            mask = causal_mask(positions, self.size)
+        if self.frozen:
+            where = positions = self.position.clone()
+            self.position += 1
+            end = self.size
         else:
             start, end = self.length, self.length + T
-            if end > self.size:
-                raise ModelError(f"the cache holds {self.size} tokens; {start} + {T} do not fit")
-            positions, where, self.length = torch.arange(start, end, device=self.keys.device), slice(start, end), end
-            mask = None if start == 0 or T == 1 else causal_mask(positions, end)
-        return positions, (Slot(self.keys[i], self.values[i], weight, None if self.kept is None else self.kept[i], where, mask)
-                           for i, weight in self.map)
+            need(end <= self.size, f"the cache holds {self.size} tokens; {start} + {T} do not fit")
+            where, positions, self.length = slice(start, end), torch.arange(start, end, device=self.keys.device), end
+        mask = causal_mask(positions, end) if self.frozen or 1 < T < end else None
+        return positions, (Slot(self.keys[i], self.values[i], self.kept[i], weight, where, end, mask) for i, weight in self.map)
 
     def reset(self):
         """Forget the text."""
-        self.length, self.position = 0, None
+        self.length, self.frozen = 0, False
 
     def freeze(self):
-        """From here on one token a pass, at `position`, which `Transformer.decode` advances."""
-        if self.frozen is None:
-            self.frozen = torch.zeros(1, dtype=torch.long, device=self.keys.device)
-            for buffer in (self.keys, self.values, self.frozen):
-                torch._dynamo.mark_static_address(buffer)  # CUDA graphs may write to it
-        self.position = self.frozen.fill_(self.length)
+        """From here on one token a pass, at `position`, which the pass moves on."""
+        self.frozen = True
+        for buffer in (self.keys, self.values, self.position.fill_(self.length)):
+            torch._dynamo.mark_static_address(buffer)      # CUDA graphs may write to it
 
     def num_bytes(self):
-        return sum(b.numel() * b.element_size() for b in (self.keys, self.values, self.kept) if b is not None)
+        return sum(b.numel() * b.element_size() for b in (self.keys, self.values, self.kept))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -677,10 +664,7 @@ class Transformer(nn.Module):
 
     def decode(self, token, cache):
         """Logits [B, 1, V] after one more token [B, 1] on top of those in the cache."""
-        logits = self(token, recurrence=cache.recurrence, cache=cache, want="last")[0]
-        if cache.position is not None:
-            cache.position += 1
-        return logits
+        return self(token, recurrence=cache.recurrence, cache=cache, want="last")[0]
 
     def compiled_decode(self):
         """`decode` as one graph, for a frozen cache; on CUDA replayed as a CUDA graph."""
