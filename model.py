@@ -321,6 +321,7 @@ class Looped(nn.Module):
 
     def __init__(self, c):
         super().__init__()
+        self.config = c
 
     def start(self, x):
         return x, None
@@ -397,7 +398,7 @@ class MixtureOfRecursions(Looped):
 
     def __init__(self, c):
         super().__init__(c)
-        self.config, self.most_steps = c, c.recurrence
+        self.most_steps = c.recurrence
         self.routers = nn.ModuleList(nn.Linear(c.n_embd, 1, bias=False) for _ in range(c.recurrence))
         self.leaky = False
         self.decisions = [0, 0]   # of the leaky evaluation: how many would be made otherwise causally, how many in all
@@ -454,8 +455,7 @@ class Gated(Looped):
 
     def __init__(self, c):
         super().__init__(c)
-        D, self.noise, self.gate_bias, self.has_anchor, self.has_gate = c.n_embd, c.noise, c.gate_bias, c.anchor, c.gate
-        self.half_identity = c.half_identity
+        D = c.n_embd
         if c.anchor:
             self.project_state = nn.Linear(D, D, bias=False)
             self.project_anchor = nn.Linear(D, D)               # W's bias is added once too
@@ -468,25 +468,25 @@ class Gated(Looped):
             self.gate_anchor = nn.Linear(D, D)
 
     def reset_parameters(self):
-        if self.has_gate:
-            nn.init.constant_(self.gate_out.bias, self.gate_bias)
-        if self.has_anchor and self.half_identity:
+        if self.config.gate:
+            nn.init.constant_(self.gate_out.bias, self.config.gate_bias)
+        if self.config.anchor and self.config.half_identity:
             for half in self.project_state, self.project_anchor:
                 half.weight.data = torch.eye(len(half.weight)) / 2
 
     def start(self, a):
-        projected = self.project_anchor(a) if self.has_anchor else 0.0
-        gated = self.gate_anchor(self.norm_anchor(a)) if self.has_anchor and self.has_gate else 0.0
+        projected = self.project_anchor(a) if self.config.anchor else 0.0
+        gated = self.gate_anchor(self.norm_anchor(a)) if self.config.anchor and self.config.gate else 0.0
         return a, (projected, gated)
 
     def step(self, h, shared, r, core):
         proposal = core(self.project(h, shared[0]))
-        return self.blend(h, proposal, shared[1]) if self.has_gate else proposal, shared
+        return self.blend(h, proposal, shared[1]) if self.config.gate else proposal, shared
 
     def project(self, h, projected):
         """The core's input [B, T, D] from the state and the anchor's half of W."""
         u = self.noisy(h)
-        return (self.project_state(u) + projected).type_as(h) if self.has_anchor else u
+        return (self.project_state(u) + projected).type_as(h) if self.config.anchor else u
 
     def blend(self, h, proposal, gated):
         """The new state [B, T, D] from the old one, the proposal and the anchor's half of f's first layer."""
@@ -495,7 +495,8 @@ class Gated(Looped):
         return torch.lerp(proposal, h, gate.type_as(h))
 
     def noisy(self, x):
-        return torch.add(x, torch.randn_like(x), alpha=self.noise) if self.training and self.noise else x
+        noise = self.config.noise if self.training else 0
+        return torch.add(x, torch.randn_like(x), alpha=noise) if noise else x
 
     @staticmethod
     def flops(c, depth, T, paper=False):
@@ -576,14 +577,12 @@ class Transformer(nn.Module):
         want: logits of "all" tokens, of the "last" alone, [B, 1, V], or "none": with targets, the loss then never holds
         the logits of the whole batch, the largest tensor of a training step.
         """
-        depth = self.depth(recurrence)
-        if cache is not None and cache.recurrence != depth:
-            raise ModelError(f"the cache was made for {cache.recurrence} steps, not {depth}")
-        if idx.shape[1] > self.config.block_size:
-            raise ModelError(f"{idx.shape[1]} tokens do not fit block_size={self.config.block_size}")
-        positions, slots = torch.arange(idx.shape[1], device=idx.device), itertools.repeat(None)
+        depth, T = self.depth(recurrence), idx.shape[1]
+        need(T <= self.config.block_size, f"{T} tokens do not fit block_size={self.config.block_size}")
+        positions, slots = torch.arange(T, device=idx.device), itertools.repeat(None)
         if cache is not None:
-            positions, slots = cache.open(idx.shape[1])
+            need(cache.recurrence == depth, f"the cache was made for {cache.recurrence} steps, not {depth}")
+            positions, slots = cache.open(T)
 
         a = run(self.prelude, slots, self.drop(self.wte(idx) + self.wpe(positions)))     # [B, T, D]
         core = functools.partial(run, self.core, slots)
@@ -610,8 +609,8 @@ class Transformer(nn.Module):
     def depth(self, recurrence=None):
         """The core steps that `recurrence` asks for, R if None. Raises ModelError where the model cannot run them."""
         depth = self.config.recurrence if recurrence is None else recurrence
-        if not 0 <= depth <= self.rule.most_steps:
-            raise ModelError(f"recurrence={depth}: this {self.config.variant} model runs 0 to {self.rule.most_steps} steps")
+        most = self.rule.most_steps
+        need(0 <= depth <= most, f"recurrence={depth}: this {self.config.variant} model runs 0 to {most} steps")
         return depth
 
     # -- generation
@@ -629,25 +628,23 @@ class Transformer(nn.Module):
         last half becomes the new context and is read again from position 0.
         """
         c, depth = self.config, self.depth(recurrence)
-        if idx.dim() != 2 or idx.shape[1] == 0:
-            raise ModelError(f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
-        if exit_kl is not None and (not cached or compile or kv != "full" or c.variant == "mor"):
-            raise ModelError("exit_kl needs the full cache, an uncompiled step, and a model whose steps hold all tokens")
+        need(idx.dim() == 2 and idx.shape[1] > 0, f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
+        need(exit_kl is None or cached and not compile and kv == "full" and c.variant != "mor",
+             "exit_kl needs the full cache, an uncompiled step, and a model whose steps hold all tokens")
         training, decode = self.training, self.compiled_decode() if compile else self.decode
         self.eval()
         try:
             generator = torch.Generator(idx.device).manual_seed(seed)
             cache = KVCache(c, len(idx), None, depth, idx.device, self.dtype, kv) if cached else None
-            context, read = idx[:, -c.block_size:], 0                      # what the model may see, and has seen
+            context = idx[:, -c.block_size:]                               # what the model may see
             for _ in range(max_new_tokens):
                 if context.shape[1] > c.block_size:
-                    context, read = context[:, -(c.block_size // 2 or 1):], 0
-                if not cached:
-                    logits = self(context, recurrence=depth, want="last")[0]
-                elif read == 0:
-                    cache.reset()
+                    context = context[:, -(c.block_size // 2 or 1):]
+                    if cached:
+                        cache.reset()
+                if not cached or cache.length == 0:
                     logits = self(context, recurrence=depth, cache=cache, want="last")[0]
-                    if compile:
+                    if cached and compile:
                         cache.freeze()
                 elif exit_kl is not None:
                     logits, steps = self.exit_early(context[:, -1:], cache, exit_kl)
@@ -655,7 +652,6 @@ class Transformer(nn.Module):
                         depths.append(steps)
                 else:
                     logits = decode(context[:, -1:].clone(), cache)
-                read = context.shape[1]
                 token = choose(logits[:, -1, :n_vocab].float(), temperature, top_k, generator)
                 context = torch.cat((context, token[:, None]), dim=1)
                 yield token
@@ -673,27 +669,27 @@ class Transformer(nn.Module):
     def exit_early(self, token, cache, exit_kl):
         """As `decode`, but a row stops looping when KL(p_r || p_{r-1}) < exit_kl, p_r the next token's distribution
         after step r: (logits [B, 1, V], steps run [B]). The coda runs after every step for the test; a step that is
-        skipped stores the keys and values of the last one that ran (Geiping et al. 2025, section 6.1)."""
-        c, (positions, slots) = self.config, cache.open(1)
-        slots, first = list(slots), c.n_prelude
-        coda = slots[first + cache.recurrence * c.n_core:]
-        h, shared = self.rule.start(run(self.prelude, iter(slots[:first]), self.wte(token) + self.wpe(positions)))
-        active, steps, before = torch.ones(len(token), dtype=torch.bool, device=token.device), 0, None
-        for r in range(cache.recurrence):
-            here = slots[first + r * c.n_core:first + (r + 1) * c.n_core]
-            if active.any():
-                new, shared = self.rule.step(h, shared, r, functools.partial(run, self.core, iter(here)))
-                h, steps = torch.where(active[:, None, None], new, h), steps + active.long()
+        skipped leaves the keys and values of the last one that ran (Geiping et al. 2025, section 6.1)."""
+        c, R, (positions, slots) = self.config, cache.recurrence, cache.open(1)
+        slots = list(slots)
+        coda, slots = slots[len(slots) - c.n_coda:], iter(slots)
+        h, shared = self.rule.start(run(self.prelude, slots, self.wte(token) + self.wpe(positions)))
+        active, steps = torch.ones(len(token), dtype=torch.bool, device=token.device), 0
+        for r in range(R):
+            new, shared = self.rule.step(h, shared, r, functools.partial(run, self.core, slots))
+            h, steps = torch.where(active[:, None, None], new, h), steps + active.long()
+            logits = F.linear(self.norm(run(self.coda, iter(coda), h)), self.wte.weight)
+            p = F.log_softmax(logits[:, 0].float(), dim=-1)
             if r > 0:
-                for slot, last in zip(here, slots[first + (r - 1) * c.n_core:]):
-                    for mine, theirs in (slot.keys, last.keys), (slot.values, last.values):
-                        mine[~active, :, slot.where] = theirs[~active, :, slot.where]
-            if active.any():
-                logits = F.linear(self.norm(run(self.coda, iter(coda), h)), self.wte.weight)
-                p = F.log_softmax(logits[:, 0].float(), dim=-1)
-                if before is not None:
-                    active = active & ((p.exp() * (p - before)).sum(dim=-1).clamp(min=0) >= exit_kl)
-                before = p
+                active = active & ((p.exp() * (p - before)).sum(dim=-1).clamp(min=0) >= exit_kl)
+            if not active.any():
+                break
+            before = p
+        last = torch.arange(R, device=token.device)[:, None].minimum(steps - 1)[:, None, :, None, None]
+        for buffer in cache.keys, cache.values:
+            mine = buffer[c.n_prelude:len(buffer) - c.n_coda, :, :, cache.length - 1]
+            mine = mine.unflatten(0, (R, c.n_core))                         # [R, n_core, B, H, D/H]
+            mine.copy_(mine.take_along_dim(last, dim=0))
         return logits, steps
 
     def generate(self, idx, max_new_tokens, **how):
@@ -712,10 +708,6 @@ class Transformer(nn.Module):
         count["total"] = sum(p.numel() for p in self.parameters())
         assert count["total"] == sum(n for name, n in count.items() if name != "total"), "a parameter outside every part"
         return count
-
-    def flops_per_token(self, *args, **kwargs):
-        """ModelConfig.flops_per_token of this model."""
-        return self.config.flops_per_token(*args, **kwargs)
 
     def compile_regions(self):
         """Compile each block, and each elementwise part of the update rule, in place: every block and every step runs
@@ -737,24 +729,22 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, W, targets):
-        with torch.autocast(x.device.type, enabled=False):
-            low = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-            x_low, W_low, N = x.to(low), W.to(low), len(x)
-            need = any(ctx.needs_input_grad)
-            dx, dW = (torch.empty_like(x), torch.empty_like(W)) if need else (None, None)
-            total = torch.zeros((), device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
-            for i in range(0, N, ChunkedCrossEntropy.chunk):
-                rows, target = slice(i, i + ChunkedCrossEntropy.chunk), targets[i:i + ChunkedCrossEntropy.chunk, None]
-                logits = (x_low[rows] @ W_low.t()).to(total.dtype)
-                largest, where = logits.max(dim=1, keepdim=True)
-                at_target = logits.gather(1, target)
-                p = torch.softmax(logits, dim=1, out=logits)
-                total += (largest - p.gather(1, where).log() - at_target).sum()   # log Σ exp - logit; max p >= 1/V
-                if need:
-                    g = p.scatter_add_(1, target, p.new_full((), -1.0).expand_as(target)).to(low)
-                    dx[rows] = (g @ W_low).div_(N)
-                    part = g.t() @ (x_low[rows] / N)
-                    dW = dW.copy_(part) if i == 0 and low != dW.dtype else part if i == 0 else dW.add_(part)
+        device, N, need_grad = x.device.type, len(x), any(ctx.needs_input_grad)
+        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        x_low, W_low = x.to(low), W.to(low)
+        dx, dW = (torch.empty_like(x), torch.zeros_like(W)) if need_grad else (None, None)
+        total = torch.zeros((), device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+        for i in range(0, N, ChunkedCrossEntropy.chunk):
+            rows = slice(i, i + ChunkedCrossEntropy.chunk)
+            target, logits = targets[rows, None], (x_low[rows] @ W_low.t()).to(total.dtype)
+            largest, where = logits.max(dim=1, keepdim=True)
+            at_target = logits.gather(1, target)
+            p = torch.softmax(logits, dim=1, out=logits)
+            total += (largest - p.gather(1, where).log() - at_target).sum()   # log Σ exp - logit; max p >= 1/V
+            if need_grad:
+                g = p.scatter_add_(1, target, p.new_full((), -1.0).expand_as(target)).to(low)
+                dx[rows] = (g @ W_low).div_(N)
+                dW += g.t() @ (x_low[rows] / N)
         ctx.save_for_backward(dx, dW)
         return total / N
 
