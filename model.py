@@ -46,9 +46,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a model is
-
 
 class ModelError(ValueError):
     """Something asked of a model that it cannot be or do: one line."""
@@ -139,13 +136,8 @@ class ModelConfig:
         return sum(forward(r) + 2 * forward(min(r, last)) for r in depths) / len(depths)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# GPT-2's block
-
-
 class Attention(nn.Module):
     """Causal multi-head self-attention, through PyTorch's flash kernels where the device has them."""
-
     def __init__(self, c):
         super().__init__()
         self.n_head, self.dropout = c.n_head, c.dropout
@@ -170,7 +162,6 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """D -> 4D -> D with GELU."""
-
     def __init__(self, c):
         super().__init__()
         self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
@@ -183,7 +174,6 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """x + attention(LN x), then x + mlp(LN x); under a rule that wants sandwich norms, each sum goes through LN too."""
-
     def __init__(self, c):
         super().__init__()
         self.norm1 = nn.LayerNorm(c.n_embd, bias=c.bias)
@@ -204,10 +194,6 @@ def run(blocks, slots, x, keep=None):
     for block in blocks:
         x = block(x, next(slots), keep)
     return x
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The cache
 
 
 def causal_mask(positions, end, kept=None):
@@ -299,10 +285,6 @@ class KVCache:
 
     def num_bytes(self):
         return sum(b.numel() * b.element_size() for b in (self.keys, self.values, self.kept))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The update rules
 
 
 class Looped(nn.Module):
@@ -506,9 +488,6 @@ class Gated(Looped):
 
 RULES = {"dense": Looped, "looped": Looped, "poisson": HeavyTail, "mor": MixtureOfRecursions, "grt": Gated}
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Randomness as a function of (seed, step)
-
 
 def fold(*numbers):
     """One well-mixed number in [0, 2**63) from several, order and all (the finaliser of SplitMix64, Steele et al. 2014)."""
@@ -537,10 +516,6 @@ def sample_depth(config, seed, step):
     return min(int(torch.poisson(tau.exp(), generator=generator)) + 1, 4 * c.recurrence)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model
-
-
 class Transformer(nn.Module):
     """Prelude, recurrent core, coda: one model for every system.
 
@@ -549,7 +524,6 @@ class Transformer(nn.Module):
         attn.out, mlp.down               N(0, (0.02 / √(2n))²): the branches add up along the residual stream
         biases, LayerNorms               0, 1;  gate_out.bias = gate_bias
     """
-
     def __init__(self, config):
         super().__init__()
         c = self.config = config
@@ -612,8 +586,6 @@ class Transformer(nn.Module):
         most = self.rule.most_steps
         need(0 <= depth <= most, f"recurrence={depth}: this {self.config.variant} model runs 0 to {most} steps")
         return depth
-
-    # -- generation
 
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, recurrence=None, n_vocab=None, seed=0, cached=True,
@@ -696,8 +668,6 @@ class Transformer(nn.Module):
         """idx [B, T] and its continuation, [B, T + max_new_tokens]; keywords as in `stream`."""
         return torch.cat((idx, *(t[:, None] for t in self.stream(idx, max_new_tokens, **how))), dim=1)
 
-    # -- accounting
-
     @property
     def dtype(self):
         return self.wte.weight.dtype
@@ -763,10 +733,6 @@ def choose(logits, temperature, top_k, generator):
         logits = logits.masked_fill(logits < kth, -math.inf)
     p = F.softmax(logits / temperature, dim=-1)
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(dim=-1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
 
 
 class CheckpointError(Exception):
