@@ -20,24 +20,22 @@ first layer that read the anchor give the same result at every step, so they are
 update costs 6D² operations per token and step plus 4D² once, not 10D² per step, and no output changes.
 
 In reading order:
-    ModelConfig                              what a model is, checked; its operations per token by two accountings
-    Attention, MLP, Block                    GPT-2's, pre-norm
-    KVCache                                  keys and values of a text so far, one slot per executed block
-    Looped, HeavyTail, MixtureOfRecursions,  the update rules: what is prepared once, what one step does
-    Gated                                    (dense is a model whose core is empty)
-    fold, sample_depth                       randomness as a function of (seed, step)
-    Transformer                              forward, generation, parameter counts
-    load_checkpoint, from_checkpoint         what train.py saved, and the model in it
+    ModelConfig                          what a model is, checked; its operations per token by two accountings
+    Attention, MLP, Block                GPT-2's, pre-norm
+    KVCache                              keys and values of a text so far, one slot per executed block
+    Looped, HeavyTail,                   the update rules: what is prepared once, what one step does
+    MixtureOfRecursions, Gated           (dense is a model whose core is empty)
+    fold, sample_depth                   randomness as a function of (seed, step)
+    Transformer                          forward, generation, parameter counts
+    load_checkpoint, from_checkpoint     a run that was saved, and the model in it
 
 Shapes: B batch, T tokens, D width (n_embd), H heads, V vocabulary, S cache length, R recurrence.
 """
-import contextlib
-import dataclasses
 import functools
 import itertools
 import math
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Optional
 
 import torch
@@ -109,13 +107,10 @@ class ModelConfig:
         return self.n_prelude + self.n_core * self.recurrence + self.n_coda
 
     def flops_per_token(self, recurrence=None, tokens=None, accounting="executed", head=True):
-        """Operations of a forward pass per token, a multiplication and an addition counted apart.
-
-        recurrence: depth, R by default; tokens: sequence length T, block_size by default; head: with the output layer.
-        accounting="executed" is what the program runs, anchor's halves once, as torch.utils.flop_counter counts it;
-        "paper" is the paper's formula, (p + sR + c)(24D² + 4TD) + R·10D² for GRT, projections and gate anew each step.
-        Attention is counted over all T² pairs in both. Lookups, norms and elementwise work are not counted.
-        """
+        """Operations of a forward pass per token, a multiplication and an addition counted apart; attention over all T²
+        pairs; no lookups, norms and elementwise work. recurrence: depth, R by default; tokens: sequence length T, block_size
+        by default; head: with the output layer. accounting="executed" is what the program runs, anchor's halves once, as
+        torch.utils.flop_counter counts it; "paper" the paper's formula, (p + sR + c)(24D² + 4TD) + R·10D² for GRT."""
         need(accounting in ("executed", "paper"), f"accounting={accounting}: must be executed or paper")
         rule, D, T = RULES[self.variant], self.n_embd, tokens or self.block_size
         depth = self.recurrence if recurrence is None else recurrence
@@ -140,23 +135,20 @@ class Attention(nn.Module):
     """Causal multi-head self-attention, through PyTorch's flash kernels where the device has them."""
     def __init__(self, c):
         super().__init__()
-        self.n_head, self.dropout = c.n_head, c.dropout
-        self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
-        self.out = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
+        D, self.n_head, self.dropout = c.n_embd, c.n_head, c.dropout
+        self.qkv, self.out = nn.Linear(D, 3 * D, bias=c.bias), nn.Linear(D, D, bias=c.bias)
 
     def forward(self, x, slot=None, keep=None):
         """x [B, T, D] -> [B, T, D]. slot: where the cache keeps this block's keys and values, the text so far among
         them. keep [B, T]: tokens that may be attended to; each token sees itself too."""
         B, T, D = x.shape
         q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in self.qkv(x).split(D, dim=2))  # [B, H, T, D/H]
-        mask = None
         if slot is not None:
             k, v, mask = slot.append(k, v, keep)
-        elif keep is not None:
-            mask = causal_mask(torch.arange(T, device=x.device), T, keep)
+        else:
+            mask = None if keep is None else causal_mask(torch.arange(T, device=x.device), T, keep)
         causal = True if mask is None and T > 1 else False      # not the bare expression: compiled, T may be a symbol
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
-                                           is_causal=causal)
+        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal=causal)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -164,9 +156,8 @@ class MLP(nn.Module):
     """D -> 4D -> D with GELU."""
     def __init__(self, c):
         super().__init__()
-        self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
-        self.down = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
-        self.approximate = "tanh" if c.gelu == "tanh" else "none"
+        D, self.approximate = c.n_embd, "tanh" if c.gelu == "tanh" else "none"
+        self.up, self.down = nn.Linear(D, 4 * D, bias=c.bias), nn.Linear(4 * D, D, bias=c.bias)
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
@@ -176,10 +167,8 @@ class Block(nn.Module):
     """x + attention(LN x), then x + mlp(LN x); under a rule that wants sandwich norms, each sum goes through LN too."""
     def __init__(self, c):
         super().__init__()
-        self.norm1 = nn.LayerNorm(c.n_embd, bias=c.bias)
-        self.attn = Attention(c)
-        self.norm2 = nn.LayerNorm(c.n_embd, bias=c.bias)
-        self.mlp = MLP(c)
+        self.norm1, self.attn = nn.LayerNorm(c.n_embd, bias=c.bias), Attention(c)
+        self.norm2, self.mlp = nn.LayerNorm(c.n_embd, bias=c.bias), MLP(c)
         self.drop = nn.Dropout(c.dropout)
         after = RULES[c.variant].sandwich
         self.after1, self.after2 = (nn.LayerNorm(c.n_embd, bias=c.bias) if after else nn.Identity() for _ in range(2))
@@ -235,8 +224,7 @@ class KVCache:
 
     A forward pass takes its slots from `open`. It reads buffers up to the last token, whose position is a Python number.
     After `freeze` it reads all S positions under a mask and finds its own in the tensor `position`: the same graph for
-    every token, which a compiled decoding step needs.
-    """
+    every token, which a compiled decoding step needs."""
     # what step r's keys weigh against those that earlier steps left in the same slot
     SHARING = {"full": lambda r: 1.0,                  # no slot is shared, each executed block has its own: exact
                "mean": lambda r: 1 / (r + 1),          # one slot a block, the mean over the steps so far
@@ -250,12 +238,11 @@ class KVCache:
         need(sharing in self.SHARING, f"kv={sharing}: must be one of {', '.join(self.SHARING)}")
         need(c.variant != "mor" or sharing == "full",
              f"kv={sharing}: a mor model's steps hold different tokens; only full is possible")
-        n = c.n_core * (R if sharing == "full" else min(R, 1))                             # the core's slots
-        core = [((r * c.n_core + i) % n, self.SHARING[sharing](r)) for r in range(R) for i in range(c.n_core)]
+        p, s, n = c.n_prelude, c.n_core, c.n_core * (R if sharing == "full" else min(R, 1))     # n: the core's slots
+        core = [(p + (r * s + i) % n, self.SHARING[sharing](r)) for r in range(R) for i in range(s)]
         # for every executed block, in order, its slot and the weight of what it writes
-        self.map = [(i, 1.0) for i in range(c.n_prelude)] + [(c.n_prelude + i, weight) for i, weight in core]
-        self.map += [(c.n_prelude + n + i, 1.0) for i in range(c.n_coda)]
-        shape = (c.n_prelude + n + c.n_coda, batch_size, c.n_head, self.size, c.n_embd // c.n_head)
+        self.map = [(i, 1.0) for i in range(p)] + core + [(p + n + i, 1.0) for i in range(c.n_coda)]
+        shape = (p + n + c.n_coda, batch_size, c.n_head, self.size, c.n_embd // c.n_head)
         self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.kept = torch.zeros(*shape[:2], self.size if c.variant == "mor" else 0, device=device, dtype=torch.bool)
         self.position = torch.zeros(1, device=device, dtype=torch.long)
@@ -288,18 +275,19 @@ class KVCache:
 
 
 class Looped(nn.Module):
-    """Plain depth sharing, h_r = core(h_{r-1}), and the interface of every rule.
+    """Plain depth sharing, h_r = core(h_{r-1}), and the interface of every rule. With an empty core: the dense model.
 
     start(x) takes the prelude's output [B, T, D] and returns h_0 and what the steps share. step(h, shared, r, core)
     returns h_{r+1} and what the next step gets; core(x, keep=None) runs the shared blocks. penalty(shared) is added to
-    the training loss. With an empty core this is the dense model. Universal Transformers (Dehghani et al. 2018, arXiv
-    1807.03819) add a step embedding and learned halting; both are left out, as in the paper's comparison.
-    """
+    the training loss. Universal Transformers (Dehghani et al. 2018, arXiv 1807.03819) add a step embedding and learned
+    halting; both are left out, as in the paper's comparison."""
     sampling = "fixed"          # how training draws its depth, unless told otherwise
     backprop_steps = math.inf   # the last so many steps receive gradient
     most_steps = math.inf       # the rule knows no more
     sandwich = False            # blocks have norms after their sums too
     regions = ()                # its methods that are worth compiling
+    tokens_kept = staticmethod(lambda c, r, T: T)   # how many of T tokens step r's core reads in training
+    matrices = staticmethod(lambda c: (0, 0))       # [D, D], of the rule itself: that a step's state, and the anchor, meet
 
     def __init__(self, c):
         super().__init__()
@@ -317,16 +305,11 @@ class Looped(nn.Module):
     def reset_parameters(self):
         """Inits of its own, after those of Transformer."""
 
-    @staticmethod
-    def tokens_kept(c, r, T):
-        """How many of T tokens go through the core at step r in training."""
-        return T
-
-    @staticmethod
-    def flops(c, depth, T, paper=False):
-        """Operations per token of the rule itself in `depth` steps: those executed, or by the paper's formula, which
-        computes the anchor's halves anew at every step."""
-        return 0
+    @classmethod
+    def flops(cls, c, depth, T, paper=False):
+        """Operations per token of the rule itself: executed, or by the paper's formula, the anchor's part at every step."""
+        state, anchor = cls.matrices(c)
+        return 2 * c.n_embd**2 * (depth * state + (depth if paper else 1) * anchor)
 
 
 class HeavyTail(Looped):
@@ -335,35 +318,27 @@ class HeavyTail(Looped):
     h_0 is drawn from a truncated normal of variance 2/5; depth is drawn from a log-normal Poisson; gradients flow
     through the last 8 steps only; blocks have sandwich norms. Ours: evaluation starts every token from one fixed draw,
     so that a loss is the same twice; depth is capped at 4R (their own code has no cap). Left out: RoPE, gated SiLU and
-    their embedding scale, since all systems here share GPT-2's parts.
-
-    Sandwich norms were chosen on poisson_tiny (1,250 steps, seed 1337): after 900 steps a training loss of 2.02, against
-    2.09 for pre-norm blocks with LN on the anchor, and over 2.2 with pre-norm alone, whose anchor is much smaller than h.
-    """
+    their embedding scale, since all systems here share GPT-2's parts. Sandwich norms did best on poisson_tiny (seed 1337):
+    after 900 of 1,250 steps a training loss of 2.02, against 2.09 for pre-norm blocks with LN on the anchor, and over 2.2
+    with pre-norm alone, whose anchor is much smaller than h."""
     sampling, backprop_steps, sandwich = "poisson", 8, True
-    std = math.sqrt(2 / 5)
+    matrices, std = staticmethod(lambda c: (1, 1)), math.sqrt(2 / 5)
+    draw = staticmethod(functools.partial(nn.init.trunc_normal_, std=std, a=-3 * std, b=3 * std))
 
     def __init__(self, c):
         super().__init__(c)
-        self.project_state = nn.Linear(c.n_embd, c.n_embd, bias=False)
-        self.project_anchor = nn.Linear(c.n_embd, c.n_embd, bias=False)
-        self.norm = nn.LayerNorm(c.n_embd, bias=c.bias)
-        fixed = nn.init.trunc_normal_(torch.empty(c.n_embd, device="cpu"), 0.0, self.std, -3 * self.std, 3 * self.std,
-                                      generator=torch.Generator().manual_seed(0))
+        D = c.n_embd
+        self.project_state, self.project_anchor = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+        self.norm = nn.LayerNorm(D, bias=c.bias)
+        fixed = self.draw(torch.empty(D, device="cpu"), generator=torch.Generator().manual_seed(0))
         self.register_buffer("h0", fixed, persistent=False)
 
     def start(self, x):
-        h = self.h0.expand_as(x)
-        if self.training:
-            h = nn.init.trunc_normal_(torch.empty_like(x), 0.0, self.std, -3 * self.std, 3 * self.std)
+        h = self.draw(torch.empty_like(x)) if self.training else self.h0.expand_as(x)
         return h, self.project_anchor(x)
 
     def step(self, h, projected, r, core):
         return self.norm(core(self.project_state(h) + projected)), projected
-
-    @staticmethod
-    def flops(c, depth, T, paper=False):
-        return 2 * c.n_embd**2 * (depth + (depth if paper else 1))
 
 
 class MixtureOfRecursions(Looped):
@@ -374,9 +349,9 @@ class MixtureOfRecursions(Looped):
     of a sequence depend on its future, so evaluation and generation keep a token where sigmoid(θ_r·h) > 1/2, which the
     penalty, 0.001 × the cross-entropy of router against membership, teaches. `leaky` = True evaluates with the
     top k all the same, and counts in `decisions` how often the two disagree. Left out: token-choice routing, recursive
-    key-value sharing, and the router's z-loss, which the paper's best model does without.
-    """
+    key-value sharing, and the router's z-loss, which the paper's best model does without."""
     alpha, penalty_weight = 0.1, 0.001
+    tokens_kept = staticmethod(lambda c, r, T: max(1, T * (c.recurrence - r) // c.recurrence))
 
     def __init__(self, c):
         super().__init__(c)
@@ -390,42 +365,30 @@ class MixtureOfRecursions(Looped):
         return x, (index if self.training or self.leaky else torch.ones_like(index, dtype=torch.bool), 0.0)
 
     def step(self, h, shared, r, core):
-        return (self.step_top_k if self.training or self.leaky else self.step_causal)(h, shared, r, core)
-
-    def step_top_k(self, h, shared, r, core):
-        index, penalty = shared                                             # [B, kept before], ascending
-        T, D = h.shape[1:]
-        logits = self.routers[r](h.gather(1, index[..., None].expand(-1, -1, D))).squeeze(-1)
-        best = logits.topk(self.tokens_kept(self.config, r, T), dim=1).indices.sort().values
+        before, penalty = shared
+        if not (self.training or self.leaky):               # before [B, T] tells of every token whether it was kept
+            logits = self.routers[r](h)
+            keep = before & (logits.squeeze(-1) > 0)
+            return torch.where(keep[..., None], h + self.alpha * torch.sigmoid(logits) * core(h, keep), h), (keep, penalty)
+        # before [B, kept] holds the kept tokens' positions, ascending
+        logits = self.routers[r](h.take_along_dim(before[..., None], dim=1)).squeeze(-1)
+        best = logits.topk(self.tokens_kept(self.config, r, h.shape[1]), dim=1).indices.sort().values
         member = torch.zeros_like(logits).scatter(1, best, 1.0)
         penalty = penalty + F.binary_cross_entropy_with_logits(logits.float(), member.float())
         if not self.training:
             self.decisions[0] += ((logits > 0) != member.bool()).sum().item()
             self.decisions[1] += member.numel()
-        index = index.gather(1, best)
-        rows = index[..., None].expand(-1, -1, D)
-        weight = self.alpha * torch.sigmoid(logits.gather(1, best))[..., None]
-        update = weight * core(h.gather(1, rows))                           # sorted rows: a plain causal pass
-        return h.scatter_add(1, rows, update.type_as(h)), (index, penalty)
-
-    def step_causal(self, h, shared, r, core):
-        keep, penalty = shared                                              # [B, T]
-        logits = self.routers[r](h)
-        keep = keep & (logits.squeeze(-1) > 0)
-        return torch.where(keep[..., None], h + self.alpha * torch.sigmoid(logits) * core(h, keep), h), (keep, penalty)
+        index, weight = before.gather(1, best), self.alpha * torch.sigmoid(logits.gather(1, best))[..., None]
+        update = weight * core(h.take_along_dim(index[..., None], dim=1))   # ascending: a plain causal pass
+        return h.scatter_add(1, index[..., None].expand_as(update), update.type_as(h)), (index, penalty)
 
     def penalty(self, shared):
         return self.penalty_weight * shared[1]
 
-    @staticmethod
-    def tokens_kept(c, r, T):
-        return max(1, T * (c.recurrence - r) // c.recurrence)
-
-    @staticmethod
-    def flops(c, depth, T, paper=False):
+    @classmethod
+    def flops(cls, c, depth, T, paper=False):
         """The routers, each on the tokens kept before it; the paper's formula leaves them out."""
-        kept = [MixtureOfRecursions.tokens_kept(c, max(r - 1, 0), T) for r in range(depth)]
-        return 0 if paper else 2 * c.n_embd * sum(kept) / T
+        return 0 if paper else 2 * c.n_embd * sum(cls.tokens_kept(c, max(r - 1, 0), T) for r in range(depth)) / T
 
 
 class Gated(Looped):
@@ -434,20 +397,18 @@ class Gated(Looped):
     and the gate the state alone; without `gate` the proposal becomes the state; with neither and no noise this is
     Looped: the rungs of the paper's ablation ladder."""
     sampling, regions = "uniform", ("project", "blend")
+    matrices = staticmethod(lambda c: (c.anchor + 2 * c.gate, c.anchor + (c.anchor and c.gate)))
 
     def __init__(self, c):
         super().__init__(c)
         D = c.n_embd
         if c.anchor:
-            self.project_state = nn.Linear(D, D, bias=False)
-            self.project_anchor = nn.Linear(D, D)               # W's bias is added once too
+            self.project_state, self.project_anchor = nn.Linear(D, D, bias=False), nn.Linear(D, D)  # biases are added once too
         if c.gate:
-            self.norm_state = nn.LayerNorm(D, bias=False)
-            self.gate_state = nn.Linear(D, D, bias=not c.anchor)
+            self.norm_state, self.gate_state = nn.LayerNorm(D, bias=False), nn.Linear(D, D, bias=not c.anchor)
             self.gate_out = nn.Linear(D, D)
         if c.gate and c.anchor:
-            self.norm_anchor = nn.LayerNorm(D, bias=False)
-            self.gate_anchor = nn.Linear(D, D)
+            self.norm_anchor, self.gate_anchor = nn.LayerNorm(D, bias=False), nn.Linear(D, D)
 
     def reset_parameters(self):
         if self.config.gate:
@@ -477,13 +438,7 @@ class Gated(Looped):
         return torch.lerp(proposal, h, gate.type_as(h))
 
     def noisy(self, x):
-        noise = self.config.noise if self.training else 0
-        return torch.add(x, torch.randn_like(x), alpha=noise) if noise else x
-
-    @staticmethod
-    def flops(c, depth, T, paper=False):
-        state, anchor = c.anchor + 2 * c.gate, c.anchor + (c.anchor and c.gate)     # matrices [D, D] that each goes through
-        return 2 * c.n_embd**2 * (depth * state + (depth if paper else 1) * anchor)
+        return torch.add(x, torch.randn_like(x), alpha=self.config.noise) if self.training and self.config.noise else x
 
 
 RULES = {"dense": Looped, "looped": Looped, "poisson": HeavyTail, "mor": MixtureOfRecursions, "grt": Gated}
@@ -504,13 +459,10 @@ def sample_depth(config, seed, step):
     """The number of core steps that optimizer step `step` runs, the same on every rank and after every resume.
 
     uniform: {1..R}. poisson: Poisson(e^τ) + 1 with τ ~ N(ln R - σ²/2, σ), σ = 1/2, whose mean is R + 1 (Geiping et al.
-    2025, section 3.3), capped at 4R (ours).
-    """
+    2025, section 3.3), capped at 4R (ours)."""
     c, sigma = config, 0.5
-    if c.sampling == "fixed":
-        return c.recurrence
-    if c.sampling == "uniform":
-        return 1 + fold(seed, step) % c.recurrence
+    if c.sampling != "poisson":
+        return c.recurrence if c.sampling == "fixed" else 1 + fold(seed, step) % c.recurrence
     generator = torch.Generator().manual_seed(fold(seed, step))
     tau = torch.randn((), generator=generator, dtype=torch.float64) * sigma + math.log(c.recurrence) - sigma**2 / 2
     return min(int(torch.poisson(tau.exp(), generator=generator)) + 1, 4 * c.recurrence)
@@ -522,16 +474,14 @@ class Transformer(nn.Module):
     Inits, D = n_embd, n = executed blocks at depth R:
         embeddings, linear layers        N(0, 0.02²)
         attn.out, mlp.down               N(0, (0.02 / √(2n))²): the branches add up along the residual stream
-        biases, LayerNorms               0, 1;  gate_out.bias = gate_bias
-    """
+        biases, LayerNorms               0, 1;  gate_out.bias = gate_bias"""
     def __init__(self, config):
         super().__init__()
         c = self.config = config
         self.recompute = False                            # training: keep each core step's input alone, run it again backward
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)   # the head's weights too
         self.wpe = nn.Embedding(c.block_size, c.n_embd)
-        self.drop = nn.Dropout(c.dropout)
-        self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
+        self.drop, self.prelude = nn.Dropout(c.dropout), nn.ModuleList(Block(c) for _ in range(c.n_prelude))
         self.core = nn.ModuleList(Block(c) for _ in range(c.n_core))
         self.rule = RULES[c.variant](c)
         self.coda = nn.ModuleList(Block(c) for _ in range(c.n_coda))
@@ -549,9 +499,8 @@ class Transformer(nn.Module):
 
         recurrence: core steps, R by default. cache: a KVCache that holds the text before idx and gets idx added.
         want: logits of "all" tokens, of the "last" alone, [B, 1, V], or "none": with targets, the loss then never holds
-        the logits of the whole batch, the largest tensor of a training step.
-        """
-        depth, T = self.depth(recurrence), idx.shape[1]
+        the logits of the whole batch, the largest tensor of a training step."""
+        depth, T, rule = self.depth(recurrence), idx.shape[1], self.rule
         need(T <= self.config.block_size, f"{T} tokens do not fit block_size={self.config.block_size}")
         positions, slots = torch.arange(T, device=idx.device), itertools.repeat(None)
         if cache is not None:
@@ -560,30 +509,26 @@ class Transformer(nn.Module):
 
         a = run(self.prelude, slots, self.drop(self.wte(idx) + self.wpe(positions)))     # [B, T, D]
         core = functools.partial(run, self.core, slots)
-        step = self.rule.step
-        if self.recompute and self.training:
-            step = functools.partial(checkpoint, step, use_reentrant=False)
-        h, shared = self.rule.start(a)
+        step = functools.partial(checkpoint, rule.step, use_reentrant=False) if self.recompute and self.training else rule.step
+        h, shared = rule.start(a)
+        first, grad = depth - rule.backprop_steps, torch.is_grad_enabled()
         for r in range(depth):
-            if r == depth - self.rule.backprop_steps:
+            if r == first:
                 torch.clear_autocast_cache()                # it may hold weights that were cast without gradient
-            with contextlib.nullcontext() if r >= depth - self.rule.backprop_steps else torch.no_grad():
+            with torch.set_grad_enabled(grad and r >= first):
                 h, shared = step(h, shared, r, core)
         x = self.norm(run(self.coda, slots, h))
 
         logits = None if want == "none" else F.linear(x[:, -1:] if want == "last" else x, self.wte.weight)
         if targets is None:
             return logits, None
-        if logits is None:
-            loss = ChunkedCrossEntropy.apply(x.flatten(0, 1), self.wte.weight, targets.flatten())
-        else:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        return logits, loss + self.rule.penalty(shared) if self.training else loss
+        loss = (ChunkedCrossEntropy.apply(x.flatten(0, 1), self.wte.weight, targets.flatten()) if logits is None else
+                F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()))
+        return logits, loss + rule.penalty(shared) if self.training else loss
 
     def depth(self, recurrence=None):
         """The core steps that `recurrence` asks for, R if None. Raises ModelError where the model cannot run them."""
-        depth = self.config.recurrence if recurrence is None else recurrence
-        most = self.rule.most_steps
+        depth, most = self.config.recurrence if recurrence is None else recurrence, self.rule.most_steps
         need(0 <= depth <= most, f"recurrence={depth}: this {self.config.variant} model runs 0 to {most} steps")
         return depth
 
@@ -597,8 +542,7 @@ class Transformer(nn.Module):
         kv: what the cache keeps of the R steps (KVCache). exit_kl: let each new token stop looping as `exit_early` says;
         `depths`, a list, gets the steps each took, [B] a token. compile: run every new token through one compiled graph.
         Positions are learned, so a text longer than block_size cannot slide by one token: when the window is full, its
-        last half becomes the new context and is read again from position 0.
-        """
+        last half becomes the new context and is read again from position 0."""
         c, depth = self.config, self.depth(recurrence)
         need(idx.dim() == 2 and idx.shape[1] > 0, f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
         need(exit_kl is None or cached and not compile and kv == "full" and c.variant != "mor",
@@ -675,9 +619,9 @@ class Transformer(nn.Module):
     def num_params(self):
         """Parameters by part, and their total; the head is tied to the token embedding and counted there."""
         count = {name: sum(p.numel() for p in part.parameters()) for name, part in self.named_children()}
-        count["total"] = sum(p.numel() for p in self.parameters())
-        assert count["total"] == sum(n for name, n in count.items() if name != "total"), "a parameter outside every part"
-        return count
+        total = sum(p.numel() for p in self.parameters())
+        assert total == sum(count.values()), "a parameter outside every part"
+        return count | {"total": total}
 
     def compile_regions(self):
         """Compile each block, and each elementwise part of the update rule, in place: every block and every step runs
@@ -693,8 +637,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     The gradient of a loss is known as soon as the loss is: p - onehot(target) for each row of logits. So both are
     computed chunk by chunk in the forward pass, each chunk's logits [chunk, V] overwritten by the next, and the same
-    three matrix products are done as without chunks. Only the gradients of x and W are kept.
-    """
+    three matrix products are done as without chunks. Only the gradients of x and W are kept."""
     chunk = 4096    # tokens: 0.8 GB of float32 logits at GPT-2's vocabulary; smaller ones add up dW more often
 
     @staticmethod
@@ -703,14 +646,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         x_low, W_low = x.to(low), W.to(low)
         dx, dW = (torch.empty_like(x), torch.zeros_like(W)) if need_grad else (None, None)
-        total = torch.zeros((), device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+        total, wide = 0.0, torch.promote_types(x.dtype, torch.float32)
         for i in range(0, N, ChunkedCrossEntropy.chunk):
             rows = slice(i, i + ChunkedCrossEntropy.chunk)
-            target, logits = targets[rows, None], (x_low[rows] @ W_low.t()).to(total.dtype)
+            target, logits = targets[rows, None], (x_low[rows] @ W_low.t()).to(wide)
             largest, where = logits.max(dim=1, keepdim=True)
             at_target = logits.gather(1, target)
             p = torch.softmax(logits, dim=1, out=logits)
-            total += (largest - p.gather(1, where).log() - at_target).sum()   # log Σ exp - logit; max p >= 1/V
+            total = total + (largest - p.gather(1, where).log() - at_target).sum()   # log Σ exp - logit; max p >= 1/V
             if need_grad:
                 g = p.scatter_add_(1, target, p.new_full((), -1.0).expand_as(target)).to(low)
                 dx[rows] = (g @ W_low).div_(N)
@@ -740,7 +683,7 @@ class CheckpointError(Exception):
 
 
 def load_checkpoint(path, device="cpu"):
-    """The dict that train.py saved, its tensors on `device`. Raises CheckpointError."""
+    """The dict of a saved run, its tensors on `device`. Raises CheckpointError."""
     try:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
         checkpoint["model"], checkpoint["settings"]
@@ -751,10 +694,9 @@ def load_checkpoint(path, device="cpu"):
         raise CheckpointError(f"{path} is not a whole checkpoint of this project ({type(error).__name__})") from error
 
 
-def from_checkpoint(checkpoint, **overrides):
-    """The Transformer of a loaded checkpoint; overrides replace fields of its ModelConfig, `recurrence` say."""
-    names = [f.name for f in dataclasses.fields(ModelConfig)]
-    config = ModelConfig(**{k: v for k, v in checkpoint["settings"].items() if k in names} | overrides)
-    model = Transformer(config)
-    model.load_state_dict(checkpoint["model"])
-    return model.to(checkpoint["model"]["wte.weight"].device)
+def from_checkpoint(checkpoint):
+    """The Transformer of a loaded checkpoint, where its tensors are."""
+    weights, settings = checkpoint["model"], checkpoint["settings"]
+    model = Transformer(ModelConfig(**{f.name: settings[f.name] for f in fields(ModelConfig) if f.name in settings}))
+    model.load_state_dict(weights)
+    return model.to(weights["wte.weight"].device)
