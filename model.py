@@ -16,32 +16,29 @@ for the same weights then do the same thing at every step. The GRT lets one core
 The noises ε ~ N(0, 0.1²) are drawn anew at every step and in training only. f's output bias starts at +4, so g ≈ 0.98:
 the state passes through almost untouched and the model learns what to overwrite. Each optimizer step draws its depth
 r ~ Uniform{1..R}; inference uses R, or any smaller depth. W and f are shared by all steps. The halves of W and of f's
-first layer that read the anchor give the same result at every step, so they are computed once per forward pass: the
-update costs 6D² operations per token and step plus 4D² once, not 10D² per step, and no output changes.
+first layer that read the anchor are the same at every step and computed once: the update costs 6D² operations per token
+and step plus 4D² once, not 10D² per step, and no output changes.
 
 In reading order:
-    ModelConfig                          what a model is, checked; its operations per token by two accountings
-    Attention, MLP, Block                GPT-2's, pre-norm
-    KVCache                              keys and values of a text so far, one slot per executed block
-    Looped, HeavyTail,                   the update rules: what is prepared once, what one step does
-    MixtureOfRecursions, Gated           (dense is a model whose core is empty)
-    fold, sample_depth                   randomness as a function of (seed, step)
-    Transformer                          forward, generation, parameter counts
-    load_checkpoint, from_checkpoint     a run that was saved, and the model in it
+    ModelConfig                                       what a model is, checked; its operations by two accountings
+    Attention, MLP, Block                             GPT-2's, pre-norm
+    KVCache                                           keys and values of a text so far, one slot per executed block
+    Looped, HeavyTail, MixtureOfRecursions, Gated     the update rules (dense is a model whose core is empty)
+    fold, sample_depth                                randomness as a function of (seed, step)
+    Transformer, ChunkedCrossEntropy, choose          forward and its loss, generation, parameter counts
+    load_checkpoint, from_checkpoint                  a run that was saved, and the model in it
 
 Shapes: B batch, T tokens, D width (n_embd), H heads, V vocabulary, S cache length, R recurrence.
 """
 import functools
 import itertools
 import math
-import pickle
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Optional
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -90,8 +87,9 @@ class ModelConfig:
         need(self.variant != "dense" or (self.n_core, self.n_coda, self.recurrence) == (0, 0, 1),
              f"variant=dense has n_core=0, n_coda=0 and recurrence=1, not {self.n_core}, {self.n_coda} and "
              f"{self.recurrence}; n_prelude is its number of blocks")
-        need(self.variant == "dense" or self.n_core >= 1, f"n_core={self.n_core}: variant={self.variant} needs a core to repeat")
-        need(self.variant != "mor" or self.sampling == "fixed", "variant=mor has one router per recursion: its depth is fixed")
+        need(self.variant == "dense" or self.n_core, f"n_core={self.n_core}: variant={self.variant} needs a core to repeat")
+        need(self.variant != "mor" or self.sampling == "fixed",
+             "variant=mor has one router per recursion: its depth is fixed")
 
     @property
     def sampling(self):
@@ -167,11 +165,9 @@ class Block(nn.Module):
     """x + attention(LN x), then x + mlp(LN x); under a rule that wants sandwich norms, each sum goes through LN too."""
     def __init__(self, c):
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(c.n_embd, bias=c.bias), Attention(c)
-        self.norm2, self.mlp = nn.LayerNorm(c.n_embd, bias=c.bias), MLP(c)
-        self.drop = nn.Dropout(c.dropout)
-        after = RULES[c.variant].sandwich
-        self.after1, self.after2 = (nn.LayerNorm(c.n_embd, bias=c.bias) if after else nn.Identity() for _ in range(2))
+        norm = functools.partial(nn.LayerNorm, c.n_embd, bias=c.bias)
+        self.norm1, self.attn, self.norm2, self.mlp, self.drop = norm(), Attention(c), norm(), MLP(c), nn.Dropout(c.dropout)
+        self.after1, self.after2 = (norm() if RULES[c.variant].sandwich else nn.Identity() for _ in range(2))
 
     def forward(self, x, slot=None, keep=None):
         x = self.after1(x + self.drop(self.attn(self.norm1(x), slot, keep)))
@@ -194,13 +190,13 @@ def causal_mask(positions, end, kept=None):
 
 class Slot(NamedTuple):
     """One executed block's part of the cache during one forward pass over T new tokens."""
-    keys: Tensor               # [B, H, S, D/H], written in place
-    values: Tensor             # [B, H, S, D/H]
-    kept: Tensor               # [B, S] the tokens a router kept at this step (mor)
-    weight: float              # of the new keys against those that earlier steps left: 1 replaces, 0 leaves
-    where: object              # the new positions: a slice, or a tensor that a compiled step reads
-    end: int                   # the new tokens may look among positions 0..end-1
-    mask: Optional[Tensor]     # [T, end] which of them; None: all, causally
+    keys: torch.Tensor             # [B, H, S, D/H], written in place
+    values: torch.Tensor           # [B, H, S, D/H]
+    kept: torch.Tensor             # [B, S] the tokens a router kept at this step (mor)
+    weight: float                  # of the new keys against those that earlier steps left: 1 replaces, 0 leaves
+    where: object                  # the new positions: a slice, or a tensor that a compiled step reads
+    end: int                       # the new tokens may look among positions 0..end-1
+    mask: Optional[torch.Tensor]   # [T, end] which of them; None: all, causally
 
     def append(self, k, v, keep):
         """Store the new tokens' k, v [B, H, T, D/H]; return keys, values and mask for their attention."""
@@ -217,14 +213,11 @@ class Slot(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of the text so far, in static buffers of S = `size` positions; `length` tokens are held.
-
-    Step r of core block i has keys unlike those of every other step; `sharing` says what R steps leave behind. All modes
-    but full are approximations: a new token reads older tokens' shared keys; a prompt is read exactly.
-
-    A forward pass takes its slots from `open`. It reads buffers up to the last token, whose position is a Python number.
-    After `freeze` it reads all S positions under a mask and finds its own in the tensor `position`: the same graph for
-    every token, which a compiled decoding step needs."""
+    """Keys and values of the text so far, in static buffers of S = `size` positions; `length` tokens are held. Step r of
+    core block i has keys unlike those of every other step; `sharing` says what R steps leave behind. All modes but full are
+    approximations: a new token reads older tokens' shared keys; a prompt is read exactly. A forward pass takes its slots
+    from `open` and reads them up to its last token, whose position is a Python number. After `freeze` it reads all S
+    positions under a mask and finds its own in the tensor `position`: the same graph for every token, fit to be compiled."""
     # what step r's keys weigh against those that earlier steps left in the same slot
     SHARING = {"full": lambda r: 1.0,                  # no slot is shared, each executed block has its own: exact
                "mean": lambda r: 1 / (r + 1),          # one slot a block, the mean over the steps so far
@@ -258,10 +251,9 @@ class KVCache:
             need(end <= self.size, f"the cache holds {self.size} tokens; {start} + {T} do not fit")
             where, positions, self.length = slice(start, end), torch.arange(start, end, device=self.keys.device), end
         mask = causal_mask(positions, end) if self.frozen or 1 < T < end else None
-        return positions, (Slot(self.keys[i], self.values[i], self.kept[i], weight, where, end, mask) for i, weight in self.map)
+        return positions, (Slot(self.keys[i], self.values[i], self.kept[i], w, where, end, mask) for i, w in self.map)
 
     def reset(self):
-        """Forget the text."""
         self.length, self.frozen = 0, False
 
     def freeze(self):
@@ -276,34 +268,25 @@ class KVCache:
 
 class Looped(nn.Module):
     """Plain depth sharing, h_r = core(h_{r-1}), and the interface of every rule. With an empty core: the dense model.
-
     start(x) takes the prelude's output [B, T, D] and returns h_0 and what the steps share. step(h, shared, r, core)
-    returns h_{r+1} and what the next step gets; core(x, keep=None) runs the shared blocks. penalty(shared) is added to
-    the training loss. Universal Transformers (Dehghani et al. 2018, arXiv 1807.03819) add a step embedding and learned
-    halting; both are left out, as in the paper's comparison."""
-    sampling = "fixed"          # how training draws its depth, unless told otherwise
-    backprop_steps = math.inf   # the last so many steps receive gradient
-    most_steps = math.inf       # the rule knows no more
-    sandwich = False            # blocks have norms after their sums too
-    regions = ()                # its methods that are worth compiling
+    returns h_{r+1} and what the next step gets; core(x, keep=None) runs the shared blocks. penalty(shared) joins the loss
+    in training. Left out: step embedding and halting of Universal Transformers (Dehghani et al. 2018, arXiv 1807.03819)."""
+    sampling = "fixed"                              # how training draws its depth, unless told otherwise
+    backprop_steps = math.inf                       # the last so many steps receive gradient
+    most_steps = math.inf                           # the rule knows no more
+    sandwich = False                                # blocks have norms after their sums too
+    regions = ()                                    # its methods that are worth compiling
     tokens_kept = staticmethod(lambda c, r, T: T)   # how many of T tokens step r's core reads in training
-    matrices = staticmethod(lambda c: (0, 0))       # [D, D], of the rule itself: that a step's state, and the anchor, meet
+    matrices = staticmethod(lambda c: (0, 0))       # how many D×D matrices multiply the state, and the anchor, in a step
 
     def __init__(self, c):
         super().__init__()
         self.config = c
 
-    def start(self, x):
-        return x, None
-
-    def step(self, h, shared, r, core):
-        return core(h), shared
-
-    def penalty(self, shared):
-        return 0.0
-
-    def reset_parameters(self):
-        """Inits of its own, after those of Transformer."""
+    def reset_parameters(self): pass       # inits of its own, after those of Transformer
+    def start(self, x): return x, None
+    def step(self, h, shared, r, core): return core(h), shared
+    def penalty(self, shared): return 0.0
 
     @classmethod
     def flops(cls, c, depth, T, paper=False):
@@ -314,15 +297,13 @@ class Looped(nn.Module):
 
 class HeavyTail(Looped):
     """Heavy-tail depth sampling (Geiping et al. 2025, arXiv 2502.05171): u_r = W [h_{r-1} ; a], h_r = LN core(u_r).
-
     h_0 is drawn from a truncated normal of variance 2/5; depth is drawn from a log-normal Poisson; gradients flow
     through the last 8 steps only; blocks have sandwich norms. Ours: evaluation starts every token from one fixed draw,
     so that a loss is the same twice; depth is capped at 4R (their own code has no cap). Left out: RoPE, gated SiLU and
-    their embedding scale, since all systems here share GPT-2's parts. Sandwich norms did best on poisson_tiny (seed 1337):
-    after 900 of 1,250 steps a training loss of 2.02, against 2.09 for pre-norm blocks with LN on the anchor, and over 2.2
-    with pre-norm alone, whose anchor is much smaller than h."""
+    their embedding scale, since all systems here share GPT-2's parts. Sandwich norms did better than pre-norm (README)."""
     sampling, backprop_steps, sandwich = "poisson", 8, True
-    matrices, std = staticmethod(lambda c: (1, 1)), math.sqrt(2 / 5)
+    matrices = staticmethod(lambda c: (1, 1))
+    std = math.sqrt(2 / 5)
     draw = staticmethod(functools.partial(nn.init.trunc_normal_, std=std, a=-3 * std, b=3 * std))
 
     def __init__(self, c):
@@ -343,13 +324,11 @@ class HeavyTail(Looped):
 
 class MixtureOfRecursions(Looped):
     """Mixture-of-Recursions (Bae et al. 2025, arXiv 2507.10524), middle-cycle, expert-choice, recursion-wise cache.
-
-    Recursion r keeps ⌊T(R-r)/R⌋ of the tokens kept before (r from 0), those its router θ_r likes best:
-    h ← h + w core(h), w = α sigmoid(θ_r·h), with attention among the kept tokens. Others stay as they are. The best k
-    of a sequence depend on its future, so evaluation and generation keep a token where sigmoid(θ_r·h) > 1/2, which the
-    penalty, 0.001 × the cross-entropy of router against membership, teaches. `leaky` = True evaluates with the
-    top k all the same, and counts in `decisions` how often the two disagree. Left out: token-choice routing, recursive
-    key-value sharing, and the router's z-loss, which the paper's best model does without."""
+    Recursion r keeps ⌊T(R-r)/R⌋ of the tokens kept before (r from 0), those its router θ_r likes best: h ← h + w core(h),
+    w = α sigmoid(θ_r·h), with attention among the kept tokens. Others stay as they are. The best k of a sequence depend on
+    its future, so evaluation and generation keep a token where sigmoid(θ_r·h) > 1/2, which the penalty, 0.001 × the
+    cross-entropy of router against membership, teaches. `leaky` = True evaluates with the top k all the same, and counts in
+    `decisions` how often the two disagree. Left out: token-choice routing, recursive key-value sharing, the z-loss."""
     alpha, penalty_weight = 0.1, 0.001
     tokens_kept = staticmethod(lambda c, r, T: max(1, T * (c.recurrence - r) // c.recurrence))
 
@@ -357,8 +336,7 @@ class MixtureOfRecursions(Looped):
         super().__init__(c)
         self.most_steps = c.recurrence
         self.routers = nn.ModuleList(nn.Linear(c.n_embd, 1, bias=False) for _ in range(c.recurrence))
-        self.leaky = False
-        self.decisions = [0, 0]   # of the leaky evaluation: how many would be made otherwise causally, how many in all
+        self.leaky, self.decisions = False, [0, 0]     # decisions: how many would be made otherwise causally, and how many
 
     def start(self, x):
         index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
@@ -403,7 +381,7 @@ class Gated(Looped):
         super().__init__(c)
         D = c.n_embd
         if c.anchor:
-            self.project_state, self.project_anchor = nn.Linear(D, D, bias=False), nn.Linear(D, D)  # biases are added once too
+            self.project_state, self.project_anchor = nn.Linear(D, D, bias=False), nn.Linear(D, D)   # W's bias: once too
         if c.gate:
             self.norm_state, self.gate_state = nn.LayerNorm(D, bias=False), nn.Linear(D, D, bias=not c.anchor)
             self.gate_out = nn.Linear(D, D)
@@ -433,8 +411,7 @@ class Gated(Looped):
 
     def blend(self, h, proposal, gated):
         """The new state [B, T, D] from the old one, the proposal and the anchor's half of f's first layer."""
-        hidden = F.silu(self.gate_state(self.norm_state(h)) + gated)
-        gate = torch.sigmoid(self.noisy(self.gate_out(hidden)))
+        gate = torch.sigmoid(self.noisy(self.gate_out(F.silu(self.gate_state(self.norm_state(h)) + gated))))
         return torch.lerp(proposal, h, gate.type_as(h))
 
     def noisy(self, x):
@@ -457,7 +434,6 @@ def fold(*numbers):
 
 def sample_depth(config, seed, step):
     """The number of core steps that optimizer step `step` runs, the same on every rank and after every resume.
-
     uniform: {1..R}. poisson: Poisson(e^τ) + 1 with τ ~ N(ln R - σ²/2, σ), σ = 1/2, whose mean is R + 1 (Geiping et al.
     2025, section 3.3), capped at 4R (ours)."""
     c, sigma = config, 0.5
@@ -478,14 +454,11 @@ class Transformer(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.recompute = False                            # training: keep each core step's input alone, run it again backward
-        self.wte = nn.Embedding(c.vocab_size, c.n_embd)   # the head's weights too
-        self.wpe = nn.Embedding(c.block_size, c.n_embd)
-        self.drop, self.prelude = nn.Dropout(c.dropout), nn.ModuleList(Block(c) for _ in range(c.n_prelude))
-        self.core = nn.ModuleList(Block(c) for _ in range(c.n_core))
-        self.rule = RULES[c.variant](c)
-        self.coda = nn.ModuleList(Block(c) for _ in range(c.n_coda))
-        self.norm = nn.LayerNorm(c.n_embd, bias=c.bias)
+        self.recompute = False      # training: keep each core step's input alone, run it again backward
+        self.wte, self.wpe = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.block_size, c.n_embd)  # wte: the head too
+        blocks = lambda n: nn.ModuleList(Block(c) for _ in range(n))
+        self.drop, self.prelude, self.core = nn.Dropout(c.dropout), blocks(c.n_prelude), blocks(c.n_core)
+        self.rule, self.coda, self.norm = RULES[c.variant](c), blocks(c.n_coda), nn.LayerNorm(c.n_embd, bias=c.bias)
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
@@ -506,10 +479,11 @@ class Transformer(nn.Module):
         if cache is not None:
             need(cache.recurrence == depth, f"the cache was made for {cache.recurrence} steps, not {depth}")
             positions, slots = cache.open(T)
-
         a = run(self.prelude, slots, self.drop(self.wte(idx) + self.wpe(positions)))     # [B, T, D]
         core = functools.partial(run, self.core, slots)
-        step = functools.partial(checkpoint, rule.step, use_reentrant=False) if self.recompute and self.training else rule.step
+        step = rule.step
+        if self.recompute and self.training:
+            step = functools.partial(checkpoint, step, use_reentrant=False)
         h, shared = rule.start(a)
         first, grad = depth - rule.backprop_steps, torch.is_grad_enabled()
         for r in range(depth):
@@ -518,7 +492,6 @@ class Transformer(nn.Module):
             with torch.set_grad_enabled(grad and r >= first):
                 h, shared = step(h, shared, r, core)
         x = self.norm(run(self.coda, slots, h))
-
         logits = None if want == "none" else F.linear(x[:, -1:] if want == "last" else x, self.wte.weight)
         if targets is None:
             return logits, None
@@ -537,13 +510,12 @@ class Transformer(nn.Module):
                kv="full", exit_kl=None, compile=False, depths=None):
         """Continue idx [B, T], T >= 1, by yielding one new token a row at a time, [B], max_new_tokens times.
 
-        temperature: 0 takes the likeliest token. top_k: draw among the k likeliest. n_vocab: ids from here on are never
-        drawn (the padding of the vocabulary). cached: False computes every step from scratch, to the same result.
-        kv: what the cache keeps of the R steps (KVCache). exit_kl: let each new token stop looping as `exit_early` says;
-        `depths`, a list, gets the steps each took, [B] a token. compile: run every new token through one compiled graph.
-        Positions are learned, so a text longer than block_size cannot slide by one token: when the window is full, its
-        last half becomes the new context and is read again from position 0."""
-        c, depth = self.config, self.depth(recurrence)
+        temperature: 0 takes the likeliest token. top_k: draw among the k likeliest. n_vocab: ids from here on, the padding
+        of the vocabulary, are never drawn. cached: False computes every token from scratch, to the same result. kv: what
+        the cache keeps of the R steps (KVCache). exit_kl: let each new token stop looping as `exit_early` says; `depths`, a
+        list, gets the steps each took, [B] a token. compile: run every new token through one compiled graph. Positions are
+        learned, so a full window cannot slide by one token: its last half becomes the new context, read from position 0."""
+        c, depth, depths = self.config, self.depth(recurrence), [] if depths is None else depths
         need(idx.dim() == 2 and idx.shape[1] > 0, f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
         need(exit_kl is None or cached and not compile and kv == "full" and c.variant != "mor",
              "exit_kl needs the full cache, an uncompiled step, and a model whose steps hold all tokens")
@@ -562,12 +534,11 @@ class Transformer(nn.Module):
                     logits = self(context, recurrence=depth, cache=cache, want="last")[0]
                     if cached and compile:
                         cache.freeze()
-                elif exit_kl is not None:
-                    logits, steps = self.exit_early(context[:, -1:], cache, exit_kl)
-                    if depths is not None:
-                        depths.append(steps)
-                else:
+                elif exit_kl is None:
                     logits = decode(context[:, -1:].clone(), cache)
+                else:
+                    logits, steps = self.exit_early(context[:, -1:], cache, exit_kl)
+                    depths.append(steps)
                 token = choose(logits[:, -1, :n_vocab].float(), temperature, top_k, generator)
                 context = torch.cat((context, token[:, None]), dim=1)
                 yield token
@@ -583,9 +554,8 @@ class Transformer(nn.Module):
         return torch.compile(self.decode, fullgraph=True, mode="reduce-overhead" if self.wte.weight.is_cuda else None)
 
     def exit_early(self, token, cache, exit_kl):
-        """As `decode`, but a row stops looping when KL(p_r || p_{r-1}) < exit_kl, p_r the next token's distribution
-        after step r: (logits [B, 1, V], steps run [B]). The coda runs after every step for the test; a step that is
-        skipped leaves the keys and values of the last one that ran (Geiping et al. 2025, section 6.1)."""
+        """As `decode`, but a row stops looping when KL(p_r || p_{r-1}) < exit_kl, p_r the next token's distribution after
+        step r and the coda (Geiping et al. 2025, section 6.1): logits [B, 1, V], and the steps that ran [B]."""
         c, R, (positions, slots) = self.config, cache.recurrence, cache.open(1)
         slots = list(slots)
         coda, slots = slots[len(slots) - c.n_coda:], iter(slots)
@@ -601,11 +571,10 @@ class Transformer(nn.Module):
             if not active.any():
                 break
             before = p
-        last = torch.arange(R, device=token.device)[:, None].minimum(steps - 1)[:, None, :, None, None]
-        for buffer in cache.keys, cache.values:
-            mine = buffer[c.n_prelude:len(buffer) - c.n_coda, :, :, cache.length - 1]
-            mine = mine.unflatten(0, (R, c.n_core))                         # [R, n_core, B, H, D/H]
-            mine.copy_(mine.take_along_dim(last, dim=0))
+        ran = torch.arange(R, device=token.device)[:, None].minimum(steps - 1)      # [R, B]: each step, or the last that ran
+        for buffer in cache.keys, cache.values:             # a skipped step has the keys and values of the last that ran
+            new = buffer[c.n_prelude:len(buffer) - c.n_coda, ..., cache.length - 1, :].unflatten(0, (R, c.n_core))
+            new.copy_(new.take_along_dim(ran[:, None, :, None, None], dim=0))       # [R, n_core, B, H, D/H]
         return logits, steps
 
     def generate(self, idx, max_new_tokens, **how):
@@ -619,14 +588,11 @@ class Transformer(nn.Module):
     def num_params(self):
         """Parameters by part, and their total; the head is tied to the token embedding and counted there."""
         count = {name: sum(p.numel() for p in part.parameters()) for name, part in self.named_children()}
-        total = sum(p.numel() for p in self.parameters())
-        assert total == sum(count.values()), "a parameter outside every part"
-        return count | {"total": total}
+        return count | {"total": sum(p.numel() for p in self.parameters())}
 
     def compile_regions(self):
-        """Compile each block, and each elementwise part of the update rule, in place: every block and every step runs
-        the same graph, whatever R, and the names of the parameters stay."""
-        for block in itertools.chain(self.prelude, self.core, self.coda):
+        """Compile blocks and the rule's regions in place: one graph for all steps, whatever R; names of parameters stay."""
+        for block in (*self.prelude, *self.core, *self.coda):
             block.compile()
         for name in self.rule.regions:
             setattr(self.rule, name, torch.compile(getattr(self.rule, name)))
@@ -634,10 +600,8 @@ class Transformer(nn.Module):
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """mean over N of cross_entropy(x Wᵀ, targets), for x [N, D], W [V, D], targets [N].
-
-    The gradient of a loss is known as soon as the loss is: p - onehot(target) for each row of logits. So both are
-    computed chunk by chunk in the forward pass, each chunk's logits [chunk, V] overwritten by the next, and the same
-    three matrix products are done as without chunks. Only the gradients of x and W are kept."""
+    The gradient is known as soon as the loss is: p - onehot(target) for each row of logits. So both are computed chunk by
+    chunk in the forward pass, by the same three matrix products, and only the gradients of x and W are kept."""
     chunk = 4096    # tokens: 0.8 GB of float32 logits at GPT-2's vocabulary; smaller ones add up dW more often
 
     @staticmethod
@@ -672,14 +636,13 @@ def choose(logits, temperature, top_k, generator):
     if temperature == 0:
         return logits.argmax(dim=-1)
     if top_k is not None:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -math.inf)
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
     p = F.softmax(logits / temperature, dim=-1)
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(dim=-1)
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be written or read: one line with the file and what to do."""
+    """A checkpoint that cannot be written or read: one line with the file and why."""
 
 
 def load_checkpoint(path, device="cpu"):
@@ -690,7 +653,7 @@ def load_checkpoint(path, device="cpu"):
         return checkpoint
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint; train.py writes one") from None
-    except (OSError, RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:              # a file that is cut, or not a checkpoint, raises one of many kinds
         raise CheckpointError(f"{path} is not a whole checkpoint of this project ({type(error).__name__})") from error
 
 
