@@ -25,15 +25,14 @@ In reading order:
     KVCache                                           keys and values of a text so far, one slot per executed block
     Looped, HeavyTail, MixtureOfRecursions, Gated     the update rules (dense is a model whose core is empty)
     fold, sample_depth                                randomness as a function of (seed, step)
-    Transformer, ChunkedCrossEntropy, choose          forward and its loss, generation, parameter counts
+    Transformer, ChunkedCrossEntropy, choose          forward and its loss, generation, counts
     load_checkpoint, from_checkpoint                  a run that was saved, and the model in it
 
-Shapes: B batch, T tokens, D width (n_embd), H heads, V vocabulary, S cache length, R recurrence.
-"""
-import functools
+Shapes: B batch, T tokens, D width (n_embd), H heads, V vocabulary, S cache length, R recurrence."""
 import itertools
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache, partial
 from typing import NamedTuple, Optional
 
 import torch
@@ -101,8 +100,7 @@ class ModelConfig:
         """The model as p+s×R+c."""
         return f"{self.n_prelude}+{self.n_core}×{self.recurrence}+{self.n_coda}" if self.n_core else str(self.n_prelude)
 
-    def executed_blocks(self):
-        return self.n_prelude + self.n_core * self.recurrence + self.n_coda
+    def executed_blocks(self): return self.n_prelude + self.n_core * self.recurrence + self.n_coda
 
     def flops_per_token(self, recurrence=None, tokens=None, accounting="executed", head=True):
         """Operations of a forward pass per token, a multiplication and an addition counted apart; attention over all T²
@@ -119,14 +117,12 @@ class ModelConfig:
         return total + rule.flops(self, depth, T, accounting == "paper") + head * 2 * D * self.vocab_size
 
     def train_flops_per_token(self, accounting="executed", head=True):
-        """Expected operations of training per token under the depth schedule: the forward pass, and twice that for the
-        backward pass through the steps that have one."""
-        forward = functools.cache(lambda depth: self.flops_per_token(depth, None, accounting, head))
-        last = RULES[self.variant].backprop_steps
+        """Expected operations of a token's training: forward, and twice as many backward through the steps with gradient."""
+        forward = lru_cache(lambda r: self.flops_per_token(r, None, accounting, head))
         depths = range(1 if self.sampling == "uniform" else self.recurrence, self.recurrence + 1)
         if self.sampling == "poisson":
             depths = [sample_depth(self, 0, step) for step in range(10_000)]
-        return sum(forward(r) + 2 * forward(min(r, last)) for r in depths) / len(depths)
+        return sum(forward(r) + 2 * forward(min(r, RULES[self.variant].backprop_steps)) for r in depths) / len(depths)
 
 
 class Attention(nn.Module):
@@ -141,10 +137,9 @@ class Attention(nn.Module):
         them. keep [B, T]: tokens that may be attended to; each token sees itself too."""
         B, T, D = x.shape
         q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in self.qkv(x).split(D, dim=2))  # [B, H, T, D/H]
+        mask = causal_mask(torch.arange(T, device=x.device), T, keep) if slot is None and keep is not None else None
         if slot is not None:
             k, v, mask = slot.append(k, v, keep)
-        else:
-            mask = None if keep is None else causal_mask(torch.arange(T, device=x.device), T, keep)
         causal = True if mask is None and T > 1 else False      # not the bare expression: compiled, T may be a symbol
         y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal=causal)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
@@ -165,7 +160,7 @@ class Block(nn.Module):
     """x + attention(LN x), then x + mlp(LN x); under a rule that wants sandwich norms, each sum goes through LN too."""
     def __init__(self, c):
         super().__init__()
-        norm = functools.partial(nn.LayerNorm, c.n_embd, bias=c.bias)
+        norm = partial(nn.LayerNorm, c.n_embd, bias=c.bias)
         self.norm1, self.attn, self.norm2, self.mlp, self.drop = norm(), Attention(c), norm(), MLP(c), nn.Dropout(c.dropout)
         self.after1, self.after2 = (norm() if RULES[c.variant].sandwich else nn.Identity() for _ in range(2))
 
@@ -182,8 +177,7 @@ def run(blocks, slots, x, keep=None):
 
 
 def causal_mask(positions, end, kept=None):
-    """True where queries at these positions [T] may look among positions 0..end-1: [T, end]. With kept [B, end] only
-    at kept tokens and themselves: [B, 1, T, end]."""
+    """Which of 0..end-1 queries at positions [T] may see: [T, end]; with kept [B, end] those and oneself: [B, 1, T, end]."""
     i, j = positions[:, None], torch.arange(end, device=positions.device)
     return j <= i if kept is None else (j <= i) & kept[:, None, None, :] | (j == i)
 
@@ -243,9 +237,8 @@ class KVCache:
     def open(self, T):
         """Positions [T] of T new tokens, and a slot for each block in the order in which blocks run."""
         if self.frozen:
-            where = positions = self.position.clone()
-            self.position += 1
-            end = self.size
+            where, end = self.position.clone(), self.size
+            positions, self.position = where, self.position.add_(1)
         else:
             start, end = self.length, self.length + T
             need(end <= self.size, f"the cache holds {self.size} tokens; {start} + {T} do not fit")
@@ -253,8 +246,7 @@ class KVCache:
         mask = causal_mask(positions, end) if self.frozen or 1 < T < end else None
         return positions, (Slot(self.keys[i], self.values[i], self.kept[i], w, where, end, mask) for i, w in self.map)
 
-    def reset(self):
-        self.length, self.frozen = 0, False
+    def reset(self): self.length, self.frozen = 0, False
 
     def freeze(self):
         """From here on one token a pass, at `position`, which the pass moves on."""
@@ -262,8 +254,7 @@ class KVCache:
         for buffer in (self.keys, self.values, self.position.fill_(self.length)):
             torch._dynamo.mark_static_address(buffer)      # CUDA graphs may write to it
 
-    def num_bytes(self):
-        return sum(b.numel() * b.element_size() for b in (self.keys, self.values, self.kept))
+    def num_bytes(self): return sum(b.numel() * b.element_size() for b in (self.keys, self.values, self.kept))
 
 
 class Looped(nn.Module):
@@ -297,21 +288,19 @@ class Looped(nn.Module):
 
 class HeavyTail(Looped):
     """Heavy-tail depth sampling (Geiping et al. 2025, arXiv 2502.05171): u_r = W [h_{r-1} ; a], h_r = LN core(u_r).
-    h_0 is drawn from a truncated normal of variance 2/5; depth is drawn from a log-normal Poisson; gradients flow
-    through the last 8 steps only; blocks have sandwich norms. Ours: evaluation starts every token from one fixed draw,
-    so that a loss is the same twice; depth is capped at 4R (their own code has no cap). Left out: RoPE, gated SiLU and
-    their embedding scale, since all systems here share GPT-2's parts. Sandwich norms did better than pre-norm (README)."""
+    h_0 is drawn from a truncated normal of variance 2/5, depth from a log-normal Poisson; gradients flow through the last 8
+    steps only; blocks have sandwich norms (why: README). Ours: evaluation starts every token from one fixed draw, so that a
+    loss is the same twice; depth is capped at 4R (their code has no cap). Left out: RoPE, gated SiLU and embedding scale."""
     sampling, backprop_steps, sandwich = "poisson", 8, True
     matrices = staticmethod(lambda c: (1, 1))
     std = math.sqrt(2 / 5)
-    draw = staticmethod(functools.partial(nn.init.trunc_normal_, std=std, a=-3 * std, b=3 * std))
+    draw = staticmethod(partial(nn.init.trunc_normal_, std=std, a=-3 * std, b=3 * std))
 
     def __init__(self, c):
         super().__init__(c)
-        D = c.n_embd
-        self.project_state, self.project_anchor = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
-        self.norm = nn.LayerNorm(D, bias=c.bias)
-        fixed = self.draw(torch.empty(D, device="cpu"), generator=torch.Generator().manual_seed(0))
+        self.project_state, self.project_anchor = (nn.Linear(c.n_embd, c.n_embd, bias=False) for _ in range(2))
+        self.norm = nn.LayerNorm(c.n_embd, bias=c.bias)
+        fixed = self.draw(torch.empty(c.n_embd, device="cpu"), generator=torch.Generator().manual_seed(0))
         self.register_buffer("h0", fixed, persistent=False)
 
     def start(self, x):
@@ -334,9 +323,8 @@ class MixtureOfRecursions(Looped):
 
     def __init__(self, c):
         super().__init__(c)
-        self.most_steps = c.recurrence
         self.routers = nn.ModuleList(nn.Linear(c.n_embd, 1, bias=False) for _ in range(c.recurrence))
-        self.leaky, self.decisions = False, [0, 0]     # decisions: how many would be made otherwise causally, and how many
+        self.most_steps, self.leaky, self.decisions = c.recurrence, False, [0, 0]   # decisions: those that differ, and all
 
     def start(self, x):
         index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
@@ -360,8 +348,7 @@ class MixtureOfRecursions(Looped):
         update = weight * core(h.take_along_dim(index[..., None], dim=1))   # ascending: a plain causal pass
         return h.scatter_add(1, index[..., None].expand_as(update), update.type_as(h)), (index, penalty)
 
-    def penalty(self, shared):
-        return self.penalty_weight * shared[1]
+    def penalty(self, shared): return self.penalty_weight * shared[1]
 
     @classmethod
     def flops(cls, c, depth, T, paper=False):
@@ -370,10 +357,9 @@ class MixtureOfRecursions(Looped):
 
 
 class Gated(Looped):
-    """The GRT's update: project, propose, gate, blend (equations above). W = [project_state | project_anchor] and f's
-    first layer = [gate_state | gate_anchor], the anchor's halves applied once. Without `anchor` the core reads h + ε
-    and the gate the state alone; without `gate` the proposal becomes the state; with neither and no noise this is
-    Looped: the rungs of the paper's ablation ladder."""
+    """The GRT's update (equations above); W = [project_state | project_anchor], f's first layer [gate_state | gate_anchor],
+    the anchor's halves applied once. Without `anchor` the core reads h + ε and the gate the state alone; without `gate` the
+    proposal becomes the state; with neither and no noise this is Looped: the rungs of the paper's ablation ladder."""
     sampling, regions = "uniform", ("project", "blend")
     matrices = staticmethod(lambda c: (c.anchor + 2 * c.gate, c.anchor + (c.anchor and c.gate)))
 
@@ -436,18 +422,16 @@ def sample_depth(config, seed, step):
     """The number of core steps that optimizer step `step` runs, the same on every rank and after every resume.
     uniform: {1..R}. poisson: Poisson(e^τ) + 1 with τ ~ N(ln R - σ²/2, σ), σ = 1/2, whose mean is R + 1 (Geiping et al.
     2025, section 3.3), capped at 4R (ours)."""
-    c, sigma = config, 0.5
-    if c.sampling != "poisson":
-        return c.recurrence if c.sampling == "fixed" else 1 + fold(seed, step) % c.recurrence
+    R, sigma = config.recurrence, 0.5
+    if config.sampling != "poisson":
+        return R if config.sampling == "fixed" else 1 + fold(seed, step) % R
     generator = torch.Generator().manual_seed(fold(seed, step))
-    tau = torch.randn((), generator=generator, dtype=torch.float64) * sigma + math.log(c.recurrence) - sigma**2 / 2
-    return min(int(torch.poisson(tau.exp(), generator=generator)) + 1, 4 * c.recurrence)
+    tau = torch.randn((), generator=generator, dtype=torch.float64) * sigma + math.log(R) - sigma**2 / 2
+    return min(int(torch.poisson(tau.exp(), generator=generator)) + 1, 4 * R)
 
 
 class Transformer(nn.Module):
-    """Prelude, recurrent core, coda: one model for every system.
-
-    Inits, D = n_embd, n = executed blocks at depth R:
+    """Prelude, recurrent core, coda: one model for every system. Inits, with n blocks executed at depth R:
         embeddings, linear layers        N(0, 0.02²)
         attn.out, mlp.down               N(0, (0.02 / √(2n))²): the branches add up along the residual stream
         biases, LayerNorms               0, 1;  gate_out.bias = gate_bias"""
@@ -469,7 +453,6 @@ class Transformer(nn.Module):
 
     def forward(self, idx, targets=None, recurrence=None, cache=None, want="all"):
         """idx [B, T] -> (logits [B, T, V], loss), loss the mean cross-entropy in nats, None without targets [B, T].
-
         recurrence: core steps, R by default. cache: a KVCache that holds the text before idx and gets idx added.
         want: logits of "all" tokens, of the "last" alone, [B, 1, V], or "none": with targets, the loss then never holds
         the logits of the whole batch, the largest tensor of a training step."""
@@ -480,10 +463,8 @@ class Transformer(nn.Module):
             need(cache.recurrence == depth, f"the cache was made for {cache.recurrence} steps, not {depth}")
             positions, slots = cache.open(T)
         a = run(self.prelude, slots, self.drop(self.wte(idx) + self.wpe(positions)))     # [B, T, D]
-        core = functools.partial(run, self.core, slots)
-        step = rule.step
-        if self.recompute and self.training:
-            step = functools.partial(checkpoint, step, use_reentrant=False)
+        core = partial(run, self.core, slots)
+        step = partial(checkpoint, rule.step, use_reentrant=False) if self.recompute and self.training else rule.step
         h, shared = rule.start(a)
         first, grad = depth - rule.backprop_steps, torch.is_grad_enabled()
         for r in range(depth):
@@ -508,13 +489,12 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, recurrence=None, n_vocab=None, seed=0, cached=True,
                kv="full", exit_kl=None, compile=False, depths=None):
-        """Continue idx [B, T], T >= 1, by yielding one new token a row at a time, [B], max_new_tokens times.
-
-        temperature: 0 takes the likeliest token. top_k: draw among the k likeliest. n_vocab: ids from here on, the padding
-        of the vocabulary, are never drawn. cached: False computes every token from scratch, to the same result. kv: what
-        the cache keeps of the R steps (KVCache). exit_kl: let each new token stop looping as `exit_early` says; `depths`, a
-        list, gets the steps each took, [B] a token. compile: run every new token through one compiled graph. Positions are
-        learned, so a full window cannot slide by one token: its last half becomes the new context, read from position 0."""
+        """Continue idx [B, T], T >= 1, by yielding one new token a row at a time, [B], max_new_tokens times. temperature: 0
+        takes the likeliest token. top_k: draw among the k likeliest. n_vocab: ids from here on, the vocabulary's padding,
+        are never drawn. cached: False computes every token from scratch, to the same result. kv: what the cache keeps of
+        the R steps (KVCache). exit_kl: stop looping as `exit_early` does; `depths`, a list, gets the steps each token took,
+        [B]. compile: run new tokens through one compiled graph. Positions are learned, so a full window cannot slide by one
+        token: its last half becomes the new context, read from position 0."""
         c, depth, depths = self.config, self.depth(recurrence), [] if depths is None else depths
         need(idx.dim() == 2 and idx.shape[1] > 0, f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
         need(exit_kl is None or cached and not compile and kv == "full" and c.variant != "mor",
@@ -522,9 +502,8 @@ class Transformer(nn.Module):
         training, decode = self.training, self.compiled_decode() if compile else self.decode
         self.eval()
         try:
-            generator = torch.Generator(idx.device).manual_seed(seed)
             cache = KVCache(c, len(idx), None, depth, idx.device, self.dtype, kv) if cached else None
-            context = idx[:, -c.block_size:]                               # what the model may see
+            context, generator = idx[:, -c.block_size:], torch.Generator(idx.device).manual_seed(seed)
             for _ in range(max_new_tokens):
                 if context.shape[1] > c.block_size:
                     context = context[:, -(c.block_size // 2 or 1):]
@@ -556,13 +535,12 @@ class Transformer(nn.Module):
     def exit_early(self, token, cache, exit_kl):
         """As `decode`, but a row stops looping when KL(p_r || p_{r-1}) < exit_kl, p_r the next token's distribution after
         step r and the coda (Geiping et al. 2025, section 6.1): logits [B, 1, V], and the steps that ran [B]."""
-        c, R, (positions, slots) = self.config, cache.recurrence, cache.open(1)
-        slots = list(slots)
+        c, R, (positions, [*slots]) = self.config, cache.recurrence, cache.open(1)
         coda, slots = slots[len(slots) - c.n_coda:], iter(slots)
         h, shared = self.rule.start(run(self.prelude, slots, self.wte(token) + self.wpe(positions)))
         active, steps = torch.ones(len(token), dtype=torch.bool, device=token.device), 0
         for r in range(R):
-            new, shared = self.rule.step(h, shared, r, functools.partial(run, self.core, slots))
+            new, shared = self.rule.step(h, shared, r, partial(run, self.core, slots))
             h, steps = torch.where(active[:, None, None], new, h), steps + active.long()
             logits = F.linear(self.norm(run(self.coda, iter(coda), h)), self.wte.weight)
             p = F.log_softmax(logits[:, 0].float(), dim=-1)
@@ -582,8 +560,7 @@ class Transformer(nn.Module):
         return torch.cat((idx, *(t[:, None] for t in self.stream(idx, max_new_tokens, **how))), dim=1)
 
     @property
-    def dtype(self):
-        return self.wte.weight.dtype
+    def dtype(self): return self.wte.weight.dtype
 
     def num_params(self):
         """Parameters by part, and their total; the head is tied to the token embedding and counted there."""
@@ -606,11 +583,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, W, targets):
-        device, N, need_grad = x.device.type, len(x), any(ctx.needs_input_grad)
-        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        x_low, W_low = x.to(low), W.to(low)
-        dx, dW = (torch.empty_like(x), torch.zeros_like(W)) if need_grad else (None, None)
-        total, wide = 0.0, torch.promote_types(x.dtype, torch.float32)
+        low = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        wide, x_low, W_low, N, total = torch.promote_types(x.dtype, torch.float32), x.to(low), W.to(low), len(x), 0.0
+        dx, dW = (torch.empty_like(x), torch.zeros_like(W)) if any(ctx.needs_input_grad) else (None, None)
         for i in range(0, N, ChunkedCrossEntropy.chunk):
             rows = slice(i, i + ChunkedCrossEntropy.chunk)
             target, logits = targets[rows, None], (x_low[rows] @ W_low.t()).to(wide)
@@ -618,7 +593,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             at_target = logits.gather(1, target)
             p = torch.softmax(logits, dim=1, out=logits)
             total = total + (largest - p.gather(1, where).log() - at_target).sum()   # log Σ exp - logit; max p >= 1/V
-            if need_grad:
+            if dx is not None:
                 g = p.scatter_add_(1, target, p.new_full((), -1.0).expand_as(target)).to(low)
                 dx[rows] = (g @ W_low).div_(N)
                 dW += g.t() @ (x_low[rows] / N)
