@@ -37,7 +37,7 @@ import torch.nn.functional as F
 
 import config
 from config import ConfigError
-from model import CheckpointError, KVCache, ModelError, Transformer, from_checkpoint, load_checkpoint
+from model import CheckpointError, Gated, KVCache, ModelError, Transformer, from_checkpoint, load_checkpoint
 from prepare import DataError, open_dataset
 from train import (MAY_CHANGE, TrainConfig, checkpoint_path, find_autocast, find_device, load_windows, low_precision,
                    make_optimizer, peak_flops, wants_compile)
@@ -980,7 +980,7 @@ def trajectory(model, x):
     def gate(old, *args):
         gates.append(old(*args))
         return gates[-1]
-    gated = {"blend": blend, "gate": gate} if getattr(model.rule, "has_gate", False) else {}
+    gated = {"blend": blend, "gate": gate} if isinstance(model.rule, Gated) and model.config.gate else {}
     with replaced(model.rule, start=start, step=step, **gated):
         model(x, want="last")
     return states, proposals, [g.flatten(0, 1) for g in gates]
@@ -1029,9 +1029,9 @@ def anatomy(model, batches):
         for value in (0.0, 1.0):
             with replaced(rule, gate=lambda old, h, gated: torch.full_like(h, value)):
                 found[f"g={value:.0f}"] = token_losses().mean().item()
-    if getattr(rule, "has_anchor", False):
+    if isinstance(rule, Gated) and model.config.anchor:
         pairs = {"W": (rule.project_state, rule.project_anchor)}
-        pairs |= {"f": (rule.gate_state, rule.gate_anchor)} if rule.has_gate else {}
+        pairs |= {"f": (rule.gate_state, rule.gate_anchor)} if gates else {}
         for name, halves in pairs.items():
             found[f"cosine of {name}'s halves"] = F.cosine_similarity(*(half.weight.flatten() for half in halves), dim=0).item()
         embedding = []

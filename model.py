@@ -16,44 +16,38 @@ for the same weights then do the same thing at every step. The GRT lets one core
 The noises ε ~ N(0, 0.1²) are drawn anew at every step and in training only. f's output bias starts at +4, so g ≈ 0.98:
 the state passes through almost untouched and the model learns what to overwrite. Each optimizer step draws its depth
 r ~ Uniform{1..R}; inference uses R, or any smaller depth. W and f are shared by all steps. The halves of W and of f's
-first layer that read the anchor give the same result at every step, so they are computed once per forward pass: the
-update costs 6D² operations per token and step plus 4D² once, not 10D² per step, and no output changes.
+first layer that read the anchor are the same at every step and computed once: the update costs 6D² operations per token
+and step plus 4D² once, not 10D² per step, and no output changes.
 
 In reading order:
-    ModelConfig                              what a model is, checked; its operations per token by two accountings
-    Attention, MLP, Block                    GPT-2's, pre-norm
-    KVCache                                  keys and values of a text so far, one slot per executed block
-    Looped, HeavyTail, MixtureOfRecursions,  the update rules: what is prepared once, what one step does
-    Gated                                    (dense is a model whose core is empty)
-    fold, sample_depth                       randomness as a function of (seed, step)
-    Transformer                              forward, generation, parameter counts
-    save_checkpoint, load_checkpoint         one file, written whole or not at all
+    ModelConfig                                       what a model is, checked; its operations by two accountings
+    Attention, MLP, Block                             GPT-2's, pre-norm
+    KVCache                                           keys and values of a text so far, one slot per executed block
+    Looped, HeavyTail, MixtureOfRecursions, Gated     the update rules (dense is a model whose core is empty)
+    fold, sample_depth                                randomness as a function of (seed, step)
+    Transformer, ChunkedCrossEntropy, choose          forward and its loss, generation, counts
+    load_checkpoint, from_checkpoint                  a run that was saved, and the model in it
 
-Shapes: B batch, T tokens, D width (n_embd), H heads, V vocabulary, S cache length, R recurrence.
-"""
-import contextlib
-import dataclasses
-import functools
+Shapes: B batch, T tokens, D width (n_embd), H heads, V vocabulary, S cache length, R recurrence."""
 import itertools
 import math
-import os
-import pickle
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
+from functools import lru_cache, partial
 from typing import NamedTuple, Optional
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a model is
 
 
 class ModelError(ValueError):
     """Something asked of a model that it cannot be or do: one line."""
+
+
+def need(truth, text):
+    if not truth:
+        raise ModelError(text)
 
 
 @dataclass(frozen=True)
@@ -80,10 +74,6 @@ class ModelConfig:
     depth_sampling: str = ""   # depth per optimizer step: fixed, uniform or poisson ("" is the variant's own)
 
     def __post_init__(self):
-        def need(truth, text):
-            if not truth:
-                raise ModelError(text)
-
         need(self.variant in RULES, f"variant={self.variant}: must be one of {', '.join(RULES)}")
         for name in ("recurrence", "n_embd", "n_head", "block_size", "vocab_size"):
             need(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
@@ -94,13 +84,12 @@ class ModelConfig:
         need(self.gelu in ("erf", "tanh"), f"gelu={self.gelu}: must be erf or tanh")
         need(self.depth_sampling in ("", "fixed", "uniform", "poisson"),
              f"depth_sampling={self.depth_sampling}: must be fixed, uniform, poisson or empty for the variant's own")
-        if self.variant == "dense":
-            need(self.n_core == 0 and self.n_coda == 0 and self.recurrence == 1,
-                 f"variant=dense has n_core=0, n_coda=0 and recurrence=1, not {self.n_core}, {self.n_coda} and "
-                 f"{self.recurrence}; n_prelude is its number of blocks")
-        else:
-            need(self.n_core >= 1, f"n_core={self.n_core}: variant={self.variant} needs a core to repeat")
-        need(self.variant != "mor" or self.sampling == "fixed", "variant=mor has one router per recursion: its depth is fixed")
+        need(self.variant != "dense" or (self.n_core, self.n_coda, self.recurrence) == (0, 0, 1),
+             f"variant=dense has n_core=0, n_coda=0 and recurrence=1, not {self.n_core}, {self.n_coda} and "
+             f"{self.recurrence}; n_prelude is its number of blocks")
+        need(self.variant == "dense" or self.n_core, f"n_core={self.n_core}: variant={self.variant} needs a core to repeat")
+        need(self.variant != "mor" or self.sampling == "fixed",
+             "variant=mor has one router per recursion: its depth is fixed")
 
     @property
     def sampling(self):
@@ -112,79 +101,57 @@ class ModelConfig:
         """The model as p+s×R+c."""
         return f"{self.n_prelude}+{self.n_core}×{self.recurrence}+{self.n_coda}" if self.n_core else str(self.n_prelude)
 
-    def executed_blocks(self, recurrence=None):
-        return self.n_prelude + self.n_core * (self.recurrence if recurrence is None else recurrence) + self.n_coda
+    def executed_blocks(self): return self.n_prelude + self.n_core * self.recurrence + self.n_coda
 
     def flops_per_token(self, recurrence=None, tokens=None, accounting="executed", head=True):
-        """Operations of a forward pass per token, a multiplication and an addition counted apart.
-
-        recurrence: depth, R by default; tokens: sequence length T, block_size by default; head: with the output layer.
-        accounting="executed" is what the program runs, anchor's halves once, as torch.utils.flop_counter counts it;
-        "paper" is the paper's formula, (p + sR + c)(24D² + 4TD) + R·10D² for GRT, projections and gate anew each step.
-        Attention is counted over all T² pairs in both. Lookups, norms and elementwise work are not counted.
-        """
-        if accounting not in ("executed", "paper"):
-            raise ModelError(f"accounting={accounting}: must be executed or paper")
+        """Operations of a forward pass per token, a multiplication and an addition counted apart; attention over all T²
+        pairs; no lookups, norms and elementwise work. recurrence: depth, R by default; tokens: sequence length T, block_size
+        by default; head: with the output layer. accounting="executed" is what the program runs, anchor's halves once, as
+        torch.utils.flop_counter counts it; "paper" the paper's formula, (p + sR + c)(24D² + 4TD) + R·10D² for GRT."""
+        need(accounting in ("executed", "paper"), f"accounting={accounting}: must be executed or paper")
         rule, D, T = RULES[self.variant], self.n_embd, tokens or self.block_size
         depth = self.recurrence if recurrence is None else recurrence
         total = (self.n_prelude + self.n_coda) * (24 * D**2 + 4 * T * D)
         for step in range(depth):
             kept = rule.tokens_kept(self, step, T)
             total += self.n_core * (24 * D**2 + 4 * kept * D) * kept / T
-        outside = rule.flops if accounting == "executed" else rule.paper_flops
-        return total + outside(self, depth, T) + head * 2 * D * self.vocab_size
+        return total + rule.flops(self, depth, T, accounting == "paper") + head * 2 * D * self.vocab_size
 
     def train_flops_per_token(self, accounting="executed", head=True):
-        """Expected operations of training per token under the depth schedule: the forward pass, and twice that for the
-        backward pass through the steps that have one."""
-        def cost(depth):
-            through = min(depth, RULES[self.variant].backprop_steps)
-            return sum(n * self.flops_per_token(r, None, accounting, head) for n, r in ((1, depth), (2, through)))
+        """Expected operations of a token's training: forward, and twice as many backward through the steps with gradient."""
+        forward = lru_cache(lambda r: self.flops_per_token(r, None, accounting, head))
+        depths = range(1 if self.sampling == "uniform" else self.recurrence, self.recurrence + 1)
         if self.sampling == "poisson":
             depths = [sample_depth(self, 0, step) for step in range(10_000)]
-        else:
-            depths = [self.recurrence] if self.sampling == "fixed" else range(1, self.recurrence + 1)
-        costs = {depth: cost(depth) for depth in set(depths)}
-        return sum(costs[depth] for depth in depths) / len(depths)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# GPT-2's block
+        return sum(forward(r) + 2 * forward(min(r, RULES[self.variant].backprop_steps)) for r in depths) / len(depths)
 
 
 class Attention(nn.Module):
     """Causal multi-head self-attention, through PyTorch's flash kernels where the device has them."""
-
     def __init__(self, c):
         super().__init__()
-        self.n_head, self.dropout = c.n_head, c.dropout
-        self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
-        self.out = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
+        D, self.n_head, self.dropout = c.n_embd, c.n_head, c.dropout
+        self.qkv, self.out = nn.Linear(D, 3 * D, bias=c.bias), nn.Linear(D, D, bias=c.bias)
 
     def forward(self, x, slot=None, keep=None):
         """x [B, T, D] -> [B, T, D]. slot: where the cache keeps this block's keys and values, the text so far among
         them. keep [B, T]: tokens that may be attended to; each token sees itself too."""
         B, T, D = x.shape
         q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in self.qkv(x).split(D, dim=2))  # [B, H, T, D/H]
-        mask = None
+        mask = causal_mask(torch.arange(T, device=x.device), T, keep) if slot is None and keep is not None else None
         if slot is not None:
             k, v, mask = slot.append(k, v, keep)
-        elif keep is not None:
-            mask = causal_mask(torch.arange(T, device=x.device), T, keep)
         causal = True if mask is None and T > 1 else False      # not the bare expression: compiled, T may be a symbol
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
-                                           is_causal=causal)
+        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal=causal)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 
 class MLP(nn.Module):
     """D -> 4D -> D with GELU."""
-
     def __init__(self, c):
         super().__init__()
-        self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
-        self.down = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
-        self.approximate = "tanh" if c.gelu == "tanh" else "none"
+        D, self.approximate = c.n_embd, "tanh" if c.gelu == "tanh" else "none"
+        self.up, self.down = nn.Linear(D, 4 * D, bias=c.bias), nn.Linear(4 * D, D, bias=c.bias)
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
@@ -192,16 +159,11 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """x + attention(LN x), then x + mlp(LN x); under a rule that wants sandwich norms, each sum goes through LN too."""
-
     def __init__(self, c):
         super().__init__()
-        self.norm1 = nn.LayerNorm(c.n_embd, bias=c.bias)
-        self.attn = Attention(c)
-        self.norm2 = nn.LayerNorm(c.n_embd, bias=c.bias)
-        self.mlp = MLP(c)
-        self.drop = nn.Dropout(c.dropout)
-        after = RULES[c.variant].sandwich
-        self.after1, self.after2 = (nn.LayerNorm(c.n_embd, bias=c.bias) if after else nn.Identity() for _ in range(2))
+        norm = partial(nn.LayerNorm, c.n_embd, bias=c.bias)
+        self.norm1, self.attn, self.norm2, self.mlp, self.drop = norm(), Attention(c), norm(), MLP(c), nn.Dropout(c.dropout)
+        self.after1, self.after2 = (norm() if RULES[c.variant].sandwich else nn.Identity() for _ in range(2))
 
     def forward(self, x, slot=None, keep=None):
         x = self.after1(x + self.drop(self.attn(self.norm1(x), slot, keep)))
@@ -215,307 +177,224 @@ def run(blocks, slots, x, keep=None):
     return x
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The cache
-
-
 def causal_mask(positions, end, kept=None):
-    """True where queries at these positions [T] may look among positions 0..end-1: [T, end]. With kept [B, end] only
-    at kept tokens and themselves: [B, 1, T, end]."""
+    """Which of 0..end-1 queries at positions [T] may see: [T, end]; with kept [B, end] those and oneself: [B, 1, T, end]."""
     i, j = positions[:, None], torch.arange(end, device=positions.device)
     return j <= i if kept is None else (j <= i) & kept[:, None, None, :] | (j == i)
 
 
 class Slot(NamedTuple):
     """One executed block's part of the cache during one forward pass over T new tokens."""
-    keys: Tensor               # [B, H, S, D/H], written in place
-    values: Tensor             # [B, H, S, D/H]
-    weight: float              # of the new keys against those that earlier steps left: 1 replaces, 0 leaves
-    kept: Optional[Tensor]     # [B, S] the tokens a router kept at this step (mor)
-    where: object              # the new positions: a slice, or a tensor that a compiled step reads
-    mask: Optional[Tensor]     # [T, S] or [T, end] what the new tokens may see; None: all, causally
+    keys: torch.Tensor             # [B, H, S, D/H], written in place
+    values: torch.Tensor           # [B, H, S, D/H]
+    kept: torch.Tensor             # [B, S] the tokens a router kept at this step (mor)
+    weight: float                  # of the new keys against those that earlier steps left: 1 replaces, 0 leaves
+    where: object                  # the new positions: a slice, or a tensor that a compiled step reads
+    end: int                       # the new tokens may look among positions 0..end-1
+    mask: Optional[torch.Tensor]   # [T, end] which of them; None: all, causally
 
     def append(self, k, v, keep):
         """Store the new tokens' k, v [B, H, T, D/H]; return keys, values and mask for their attention."""
-        static = isinstance(self.where, Tensor)
+        where, end, mask = self.where, self.end, self.mask
         for buffer, new in (self.keys, k), (self.values, v):
-            if self.weight == 1:
-                buffer[:, :, self.where] = new
-            elif self.weight:
-                buffer[:, :, self.where] = torch.lerp(buffer[:, :, self.where], new, self.weight)
-        mask = self.mask
+            if self.weight:
+                buffer[:, :, where] = new if self.weight == 1 else torch.lerp(buffer[:, :, where], new, self.weight)
         if keep is not None:
-            self.kept[:, self.where] = keep
-            pos = self.where if static else torch.arange(self.where.start, self.where.stop, device=k.device)
-            end = self.kept.shape[1] if static else self.where.stop
-            mask = causal_mask(pos, end, self.kept[:, :end])
-        if not static and self.where.start == 0:       # a prompt sees itself as in training, whatever the cache keeps
+            self.kept[:, where] = keep
+            mask = causal_mask(torch.arange(end, device=k.device)[where], end, self.kept[:, :end])
+        if end == k.shape[2]:               # a prompt sees itself as in training, whatever the cache keeps
             return k, v, mask
-        end = None if static else self.where.stop
         return self.keys[:, :, :end], self.values[:, :, :end], mask
 
 
 class KVCache:
-    """Keys and values of the text so far, in static buffers of S = `size` positions; `length` tokens are held.
-
-    Step r of core block i has keys unlike those of every other step, so `sharing` says what R steps leave behind:
-        full     all of it, one slot per executed block: exact
-        mean     one slot a block, the mean over the steps so far
-        first    one slot a block, written by the first step
-        last     one slot a block, overwritten by every step
-    All but full are approximations: a new token reads older tokens' shared keys; a prompt is read exactly.
-
-    A forward pass takes its slots from `open`. It reads buffers up to the last token, whose position is a Python number.
-    After `freeze` it reads all S positions under a mask and finds its position in the tensor `position`: the same graph
-    for every token, which a compiled decoding step needs.
-    """
-    SHARING = ("full", "mean", "first", "last")
+    """Keys and values of the text so far, in static buffers of S = `size` positions; `length` tokens are held. Step r of
+    core block i has keys unlike those of every other step; `sharing` says what R steps leave behind. All modes but full are
+    approximations: a new token reads older tokens' shared keys; a prompt is read exactly. A forward pass takes its slots
+    from `open` and reads them up to its last token, whose position is a Python number. After `freeze` it reads all S
+    positions under a mask and finds its own in the tensor `position`: the same graph for every token, fit to be compiled."""
+    # what step r's keys weigh against those that earlier steps left in the same slot
+    SHARING = {"full": lambda r: 1.0,                  # no slot is shared, each executed block has its own: exact
+               "mean": lambda r: 1 / (r + 1),          # one slot a block, the mean over the steps so far
+               "first": lambda r: float(r == 0),       # one slot a block, written by the first step
+               "last": lambda r: 1.0}                  # one slot a block, overwritten by every step
 
     def __init__(self, config, batch_size, size=None, recurrence=None, device=None, dtype=None, sharing="full"):
-        c, self.length, self.size, self.position, self.frozen = config, 0, size or config.block_size, None, None
-        self.recurrence = config.recurrence if recurrence is None else recurrence
-        if self.size > c.block_size:
-            raise ModelError(f"size={self.size}: the model has positions for block_size={c.block_size} tokens")
-        if sharing not in self.SHARING:
-            raise ModelError(f"kv={sharing}: must be one of {', '.join(self.SHARING)}")
-        if c.variant == "mor" and sharing != "full":
-            raise ModelError(f"kv={sharing}: a mor model's steps hold different tokens; only full is possible")
-        # the map: for every executed block, in order, its slot and the weight of what it writes
-        step = {"full": lambda r, i: (r * c.n_core + i, 1.0), "mean": lambda r, i: (i, 1 / (r + 1)),
-                "first": lambda r, i: (i, float(r == 0)), "last": lambda r, i: (i, 1.0)}[sharing]
-        core = [step(r, i) for r in range(self.recurrence) for i in range(c.n_core)]
-        n_core = 1 + max((slot for slot, _ in core), default=-1)
-        self.map = [(i, 1.0) for i in range(c.n_prelude)] + [(c.n_prelude + slot, weight) for slot, weight in core]
-        self.map += [(c.n_prelude + n_core + i, 1.0) for i in range(c.n_coda)]
-        shape = (c.n_prelude + n_core + c.n_coda, batch_size, c.n_head, self.size, c.n_embd // c.n_head)
-        self.keys, self.values = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
-        self.kept = None
-        if c.variant == "mor":
-            self.kept = torch.zeros(len(self.keys), batch_size, self.size, device=device, dtype=torch.bool)
+        c, self.length, self.size, self.frozen = config, 0, size or config.block_size, False
+        R = self.recurrence = c.recurrence if recurrence is None else recurrence
+        need(self.size <= c.block_size, f"size={self.size}: the model has positions for block_size={c.block_size} tokens")
+        need(sharing in self.SHARING, f"kv={sharing}: must be one of {', '.join(self.SHARING)}")
+        need(c.variant != "mor" or sharing == "full",
+             f"kv={sharing}: a mor model's steps hold different tokens; only full is possible")
+        p, s, n = c.n_prelude, c.n_core, c.n_core * (R if sharing == "full" else min(R, 1))     # n: the core's slots
+        core = [(p + (r * s + i) % n, self.SHARING[sharing](r)) for r in range(R) for i in range(s)]
+        # for every executed block, in order, its slot and the weight of what it writes
+        self.map = [(i, 1.0) for i in range(p)] + core + [(p + n + i, 1.0) for i in range(c.n_coda)]
+        shape = (p + n + c.n_coda, batch_size, c.n_head, self.size, c.n_embd // c.n_head)
+        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        self.kept = torch.zeros(*shape[:2], self.size if c.variant == "mor" else 0, device=device, dtype=torch.bool)
+        self.position = torch.zeros(1, device=device, dtype=torch.long)
 
     def open(self, T):
         """Positions [T] of T new tokens, and a slot for each block in the order in which blocks run."""
-        if self.position is not None:
-            where = positions = self.position
-            mask = causal_mask(positions, self.size)
+        if self.frozen:
+            where, end = self.position.clone(), self.size
+            positions, self.position = where, self.position.add_(1)
         else:
             start, end = self.length, self.length + T
-            if end > self.size:
-                raise ModelError(f"the cache holds {self.size} tokens; {start} + {T} do not fit")
-            positions, where, self.length = torch.arange(start, end, device=self.keys.device), slice(start, end), end
-            mask = None if start == 0 or T == 1 else causal_mask(positions, end)
-        return positions, (Slot(self.keys[i], self.values[i], weight, None if self.kept is None else self.kept[i], where, mask)
-                           for i, weight in self.map)
+            need(end <= self.size, f"the cache holds {self.size} tokens; {start} + {T} do not fit")
+            where, positions, self.length = slice(start, end), torch.arange(start, end, device=self.keys.device), end
+        mask = causal_mask(positions, end) if self.frozen or 1 < T < end else None
+        return positions, (Slot(self.keys[i], self.values[i], self.kept[i], w, where, end, mask) for i, w in self.map)
 
-    def reset(self):
-        """Forget the text."""
-        self.length, self.position = 0, None
+    def reset(self): self.length, self.frozen = 0, False
 
     def freeze(self):
-        """From here on one token a pass, at `position`, which `Transformer.decode` advances."""
-        if self.frozen is None:
-            self.frozen = torch.zeros(1, dtype=torch.long, device=self.keys.device)
-            for buffer in (self.keys, self.values, self.frozen):
-                torch._dynamo.mark_static_address(buffer)  # CUDA graphs may write to it
-        self.position = self.frozen.fill_(self.length)
+        """From here on one token a pass, at `position`, which the pass moves on."""
+        self.frozen = True
+        for buffer in (self.keys, self.values, self.position.fill_(self.length)):
+            torch._dynamo.mark_static_address(buffer)      # CUDA graphs may write to it
 
-    def num_bytes(self):
-        return sum(b.numel() * b.element_size() for b in (self.keys, self.values, self.kept) if b is not None)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The update rules
+    def num_bytes(self): return sum(b.numel() * b.element_size() for b in (self.keys, self.values, self.kept))
 
 
 class Looped(nn.Module):
-    """Plain depth sharing, h_r = core(h_{r-1}), and the interface of every rule.
-
+    """Plain depth sharing, h_r = core(h_{r-1}), and the interface of every rule. With an empty core: the dense model.
     start(x) takes the prelude's output [B, T, D] and returns h_0 and what the steps share. step(h, shared, r, core)
-    returns h_{r+1} and what the next step gets; core(x, keep=None) runs the shared blocks. penalty(shared) is added to
-    the training loss. With an empty core this is the dense model. Universal Transformers (Dehghani et al. 2018, arXiv
-    1807.03819) add a step embedding and learned halting; both are left out, as in the paper's comparison.
-    """
-    sampling = "fixed"          # how training draws its depth, unless told otherwise
-    backprop_steps = math.inf   # the last so many steps receive gradient
-    most_steps = math.inf       # the rule knows no more
-    sandwich = False            # blocks have norms after their sums too
-    regions = ()                # its methods that are worth compiling
+    returns h_{r+1} and what the next step gets; core(x, keep=None) runs the shared blocks. penalty(shared) joins the loss
+    in training. Left out: step embedding and halting of Universal Transformers (Dehghani et al. 2018, arXiv 1807.03819)."""
+    sampling = "fixed"                              # how training draws its depth, unless told otherwise
+    backprop_steps = math.inf                       # the last so many steps receive gradient
+    most_steps = math.inf                           # the rule knows no more
+    sandwich = False                                # blocks have norms after their sums too
+    regions = ()                                    # its methods that are worth compiling
+    tokens_kept = staticmethod(lambda c, r, T: T)   # how many of T tokens step r's core reads in training
+    matrices = staticmethod(lambda c: (0, 0))       # how many D×D matrices multiply the state, and the anchor, in a step
 
     def __init__(self, c):
         super().__init__()
+        self.config = c
 
-    def start(self, x):
-        return x, None
+    def reset_parameters(self): pass       # inits of its own, after those of Transformer
+    def start(self, x): return x, None
+    def step(self, h, shared, r, core): return core(h), shared
+    def penalty(self, shared): return 0.0
 
-    def step(self, h, shared, r, core):
-        return core(h), shared
-
-    def penalty(self, shared):
-        return 0.0
-
-    def reset_parameters(self):
-        """Inits of its own, after those of Transformer."""
-
-    @staticmethod
-    def tokens_kept(c, r, T):
-        """How many of T tokens go through the core at step r in training."""
-        return T
-
-    @staticmethod
-    def flops(c, depth, T):
-        """Operations per token that the rule itself executes in `depth` steps."""
-        return 0
-
-    @staticmethod
-    def paper_flops(c, depth, T):
-        """The same with nothing shared between steps."""
-        return 0
+    @classmethod
+    def flops(cls, c, depth, T, paper=False):
+        """Operations per token of the rule itself: executed, or by the paper's formula, the anchor's part at every step."""
+        state, anchor = cls.matrices(c)
+        return 2 * c.n_embd**2 * (depth * state + (depth if paper else 1) * anchor)
 
 
 class HeavyTail(Looped):
     """Heavy-tail depth sampling (Geiping et al. 2025, arXiv 2502.05171): u_r = W [h_{r-1} ; a], h_r = LN core(u_r).
-
-    h_0 is drawn from a truncated normal of variance 2/5; depth is drawn from a log-normal Poisson; gradients flow
-    through the last 8 steps only; blocks have sandwich norms. Ours: evaluation starts every token from one fixed draw,
-    so that a loss is the same twice; depth is capped at 4R (their own code has no cap). Left out: RoPE, gated SiLU and
-    their embedding scale, since all systems here share GPT-2's parts.
-
-    Sandwich norms were chosen on poisson_tiny (1,250 steps, seed 1337): after 900 steps a training loss of 2.02, against
-    2.09 for pre-norm blocks with LN on the anchor, and over 2.2 with pre-norm alone, whose anchor is much smaller than h.
-    """
+    h_0 is drawn from a truncated normal of variance 2/5, depth from a log-normal Poisson; gradients flow through the last 8
+    steps only; blocks have sandwich norms (why: README). Ours: evaluation starts every token from one fixed draw, so that a
+    loss is the same twice; depth is capped at 4R (their code has no cap). Left out: RoPE, gated SiLU and embedding scale."""
     sampling, backprop_steps, sandwich = "poisson", 8, True
+    matrices = staticmethod(lambda c: (1, 1))
     std = math.sqrt(2 / 5)
+    draw = staticmethod(partial(nn.init.trunc_normal_, std=std, a=-3 * std, b=3 * std))
 
     def __init__(self, c):
         super().__init__(c)
-        self.project_state = nn.Linear(c.n_embd, c.n_embd, bias=False)
-        self.project_anchor = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.project_state, self.project_anchor = (nn.Linear(c.n_embd, c.n_embd, bias=False) for _ in range(2))
         self.norm = nn.LayerNorm(c.n_embd, bias=c.bias)
-        fixed = nn.init.trunc_normal_(torch.empty(c.n_embd, device="cpu"), 0.0, self.std, -3 * self.std, 3 * self.std,
-                                      generator=torch.Generator().manual_seed(0))
+        fixed = self.draw(torch.empty(c.n_embd, device="cpu"), generator=torch.Generator().manual_seed(0))
         self.register_buffer("h0", fixed, persistent=False)
 
     def start(self, x):
-        h = self.h0.expand_as(x)
-        if self.training:
-            h = nn.init.trunc_normal_(torch.empty_like(x), 0.0, self.std, -3 * self.std, 3 * self.std)
+        h = self.draw(torch.empty_like(x)) if self.training else self.h0.expand_as(x)
         return h, self.project_anchor(x)
 
     def step(self, h, projected, r, core):
         return self.norm(core(self.project_state(h) + projected)), projected
 
-    @staticmethod
-    def flops(c, depth, T):
-        return 2 * c.n_embd**2 * (1 + depth)
-
-    @staticmethod
-    def paper_flops(c, depth, T):
-        return 4 * c.n_embd**2 * depth
-
 
 class MixtureOfRecursions(Looped):
     """Mixture-of-Recursions (Bae et al. 2025, arXiv 2507.10524), middle-cycle, expert-choice, recursion-wise cache.
-
-    Recursion r keeps ⌊T(R-r)/R⌋ of the tokens kept before (r from 0), those its router θ_r likes best:
-    h ← h + w core(h), w = α sigmoid(θ_r·h), with attention among the kept tokens. Others stay as they are. The best k
-    of a sequence depend on its future, so evaluation and generation keep a token where sigmoid(θ_r·h) > 1/2, which the
-    penalty, 0.001 × the cross-entropy of router against membership, teaches. `leaky` = True evaluates with the
-    top k all the same, and counts in `decisions` how often the two disagree. Left out: token-choice routing, recursive
-    key-value sharing, and the router's z-loss, which the paper's best model does without.
-    """
+    Recursion r keeps ⌊T(R-r)/R⌋ of the tokens kept before (r from 0), those its router θ_r likes best: h ← h + w core(h),
+    w = α sigmoid(θ_r·h), with attention among the kept tokens. Others stay as they are. The best k of a sequence depend on
+    its future, so evaluation and generation keep a token where sigmoid(θ_r·h) > 1/2, which the penalty, 0.001 × the
+    cross-entropy of router against membership, teaches. `leaky` = True evaluates with the top k all the same, and counts in
+    `decisions` how often the two disagree. Left out: token-choice routing, recursive key-value sharing, the z-loss."""
     alpha, penalty_weight = 0.1, 0.001
+    tokens_kept = staticmethod(lambda c, r, T: max(1, T * (c.recurrence - r) // c.recurrence))
 
     def __init__(self, c):
         super().__init__(c)
-        self.config, self.most_steps = c, c.recurrence
         self.routers = nn.ModuleList(nn.Linear(c.n_embd, 1, bias=False) for _ in range(c.recurrence))
-        self.leaky = False
-        self.decisions = [0, 0]   # of the leaky evaluation: how many would be made otherwise causally, how many in all
+        self.most_steps, self.leaky, self.decisions = c.recurrence, False, [0, 0]   # decisions: those that differ, and all
 
     def start(self, x):
         index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         return x, (index if self.training or self.leaky else torch.ones_like(index, dtype=torch.bool), 0.0)
 
     def step(self, h, shared, r, core):
-        return (self.step_top_k if self.training or self.leaky else self.step_causal)(h, shared, r, core)
-
-    def step_top_k(self, h, shared, r, core):
-        index, penalty = shared                                             # [B, kept before], ascending
-        T, D = h.shape[1:]
-        logits = self.routers[r](h.gather(1, index[..., None].expand(-1, -1, D))).squeeze(-1)
-        best = logits.topk(self.tokens_kept(self.config, r, T), dim=1).indices.sort().values
+        before, penalty = shared
+        if not (self.training or self.leaky):               # before [B, T] tells of every token whether it was kept
+            logits = self.routers[r](h)
+            keep = before & (logits.squeeze(-1) > 0)
+            return torch.where(keep[..., None], h + self.alpha * torch.sigmoid(logits) * core(h, keep), h), (keep, penalty)
+        # before [B, kept] holds the kept tokens' positions, ascending
+        logits = self.routers[r](h.take_along_dim(before[..., None], dim=1)).squeeze(-1)
+        best = logits.topk(self.tokens_kept(self.config, r, h.shape[1]), dim=1).indices.sort().values
         member = torch.zeros_like(logits).scatter(1, best, 1.0)
         penalty = penalty + F.binary_cross_entropy_with_logits(logits.float(), member.float())
         if not self.training:
             self.decisions[0] += ((logits > 0) != member.bool()).sum().item()
             self.decisions[1] += member.numel()
-        index = index.gather(1, best)
-        rows = index[..., None].expand(-1, -1, D)
-        weight = self.alpha * torch.sigmoid(logits.gather(1, best))[..., None]
-        update = weight * core(h.gather(1, rows))                           # sorted rows: a plain causal pass
-        return h.scatter_add(1, rows, update.type_as(h)), (index, penalty)
+        index, weight = before.gather(1, best), self.alpha * torch.sigmoid(logits.gather(1, best))[..., None]
+        update = weight * core(h.take_along_dim(index[..., None], dim=1))   # ascending: a plain causal pass
+        return h.scatter_add(1, index[..., None].expand_as(update), update.type_as(h)), (index, penalty)
 
-    def step_causal(self, h, shared, r, core):
-        keep, penalty = shared                                              # [B, T]
-        logits = self.routers[r](h)
-        keep = keep & (logits.squeeze(-1) > 0)
-        return torch.where(keep[..., None], h + self.alpha * torch.sigmoid(logits) * core(h, keep), h), (keep, penalty)
+    def penalty(self, shared): return self.penalty_weight * shared[1]
 
-    def penalty(self, shared):
-        return self.penalty_weight * shared[1]
-
-    @staticmethod
-    def tokens_kept(c, r, T):
-        return max(1, T * (c.recurrence - r) // c.recurrence)
-
-    @staticmethod
-    def flops(c, depth, T):
-        """The routers, each on the tokens kept before it."""
-        return 2 * c.n_embd * sum(MixtureOfRecursions.tokens_kept(c, max(r - 1, 0), T) for r in range(depth)) / T
+    @classmethod
+    def flops(cls, c, depth, T, paper=False):
+        """The routers, each on the tokens kept before it; the paper's formula leaves them out."""
+        return 0 if paper else 2 * c.n_embd * sum(cls.tokens_kept(c, max(r - 1, 0), T) for r in range(depth)) / T
 
 
 class Gated(Looped):
-    """The GRT's update: project, propose, gate, blend (equations above). W = [project_state | project_anchor] and f's
-    first layer = [gate_state | gate_anchor], the anchor's halves applied once. Without `anchor` the core reads h + ε
-    and the gate the state alone; without `gate` the proposal becomes the state; with neither and no noise this is
-    Looped: the rungs of the paper's ablation ladder."""
+    """The GRT's update (equations above); W = [project_state | project_anchor], f's first layer [gate_state | gate_anchor],
+    the anchor's halves applied once. Without `anchor` the core reads h + ε and the gate the state alone; without `gate` the
+    proposal becomes the state; with neither and no noise this is Looped: the rungs of the paper's ablation ladder."""
     sampling, regions = "uniform", ("project", "blend")
+    matrices = staticmethod(lambda c: (c.anchor + 2 * c.gate, c.anchor + (c.anchor and c.gate)))
 
     def __init__(self, c):
         super().__init__(c)
-        D, self.noise, self.gate_bias, self.has_anchor, self.has_gate = c.n_embd, c.noise, c.gate_bias, c.anchor, c.gate
-        self.half_identity = c.half_identity
+        D = c.n_embd
         if c.anchor:
-            self.project_state = nn.Linear(D, D, bias=False)
-            self.project_anchor = nn.Linear(D, D)               # W's bias is added once too
+            self.project_state, self.project_anchor = nn.Linear(D, D, bias=False), nn.Linear(D, D)   # W's bias: once too
         if c.gate:
-            self.norm_state = nn.LayerNorm(D, bias=False)
-            self.gate_state = nn.Linear(D, D, bias=not c.anchor)
+            self.norm_state, self.gate_state = nn.LayerNorm(D, bias=False), nn.Linear(D, D, bias=not c.anchor)
             self.gate_out = nn.Linear(D, D)
         if c.gate and c.anchor:
-            self.norm_anchor = nn.LayerNorm(D, bias=False)
-            self.gate_anchor = nn.Linear(D, D)
+            self.norm_anchor, self.gate_anchor = nn.LayerNorm(D, bias=False), nn.Linear(D, D)
 
     def reset_parameters(self):
-        if self.has_gate:
-            nn.init.constant_(self.gate_out.bias, self.gate_bias)
-        if self.has_anchor and self.half_identity:
+        if self.config.gate:
+            nn.init.constant_(self.gate_out.bias, self.config.gate_bias)
+        if self.config.anchor and self.config.half_identity:
             for half in self.project_state, self.project_anchor:
                 half.weight.data = torch.eye(len(half.weight)) / 2
 
     def start(self, a):
-        projected = self.project_anchor(a) if self.has_anchor else 0.0
-        gated = self.gate_anchor(self.norm_anchor(a)) if self.has_anchor and self.has_gate else 0.0
+        projected = self.project_anchor(a) if self.config.anchor else 0.0
+        gated = self.gate_anchor(self.norm_anchor(a)) if self.config.anchor and self.config.gate else 0.0
         return a, (projected, gated)
 
     def step(self, h, shared, r, core):
         proposal = core(self.project(h, shared[0]))
-        return self.blend(h, proposal, shared[1]) if self.has_gate else proposal, shared
+        return self.blend(h, proposal, shared[1]) if self.config.gate else proposal, shared
 
     def project(self, h, projected):
         """The core's input [B, T, D] from the state and the anchor's half of W."""
         u = self.noisy(h)
-        return (self.project_state(u) + projected).type_as(h) if self.has_anchor else u
+        return (self.project_state(u) + projected).type_as(h) if self.config.anchor else u
 
     def blend(self, h, proposal, gated):
         """The new state [B, T, D] from the old one, the proposal and the anchor's half of f's first layer."""
@@ -523,26 +402,13 @@ class Gated(Looped):
 
     def gate(self, h, gated):
         """How much of the old state each channel keeps, in (0, 1): [B, T, D]."""
-        hidden = F.silu(self.gate_state(self.norm_state(h)) + gated)
-        return torch.sigmoid(self.noisy(self.gate_out(hidden)))
+        return torch.sigmoid(self.noisy(self.gate_out(F.silu(self.gate_state(self.norm_state(h)) + gated))))
 
     def noisy(self, x):
-        return torch.add(x, torch.randn_like(x), alpha=self.noise) if self.training and self.noise else x
-
-    @staticmethod
-    def flops(c, depth, T):
-        once, each = c.anchor + (c.anchor and c.gate), c.anchor + 2 * c.gate
-        return 2 * c.n_embd**2 * (once + depth * each)
-
-    @staticmethod
-    def paper_flops(c, depth, T):
-        return Gated.flops(c, 1, T) * depth
+        return torch.add(x, torch.randn_like(x), alpha=self.config.noise) if self.training and self.config.noise else x
 
 
 RULES = {"dense": Looped, "looped": Looped, "poisson": HeavyTail, "mor": MixtureOfRecursions, "grt": Gated}
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Randomness as a function of (seed, step)
 
 
 def fold(*numbers):
@@ -558,45 +424,29 @@ def fold(*numbers):
 
 def sample_depth(config, seed, step):
     """The number of core steps that optimizer step `step` runs, the same on every rank and after every resume.
-
     uniform: {1..R}. poisson: Poisson(e^τ) + 1 with τ ~ N(ln R - σ²/2, σ), σ = 1/2, whose mean is R + 1 (Geiping et al.
-    2025, section 3.3), capped at 4R (ours).
-    """
-    c, sigma = config, 0.5
-    if c.sampling == "fixed":
-        return c.recurrence
-    if c.sampling == "uniform":
-        return 1 + fold(seed, step) % c.recurrence
+    2025, section 3.3), capped at 4R (ours)."""
+    R, sigma = config.recurrence, 0.5
+    if config.sampling != "poisson":
+        return R if config.sampling == "fixed" else 1 + fold(seed, step) % R
     generator = torch.Generator().manual_seed(fold(seed, step))
-    tau = torch.randn((), generator=generator, dtype=torch.float64) * sigma + math.log(c.recurrence) - sigma**2 / 2
-    return min(int(torch.poisson(tau.exp(), generator=generator)) + 1, 4 * c.recurrence)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The model
+    tau = torch.randn((), generator=generator, dtype=torch.float64) * sigma + math.log(R) - sigma**2 / 2
+    return min(int(torch.poisson(tau.exp(), generator=generator)) + 1, 4 * R)
 
 
 class Transformer(nn.Module):
-    """Prelude, recurrent core, coda: one model for every system.
-
-    Inits, σ = init_std, n = executed blocks at depth R:
+    """Prelude, recurrent core, coda: one model for every system. Inits, with σ = init_std and n blocks executed at depth R:
         embeddings, linear layers        N(0, σ²)
         attn.out, mlp.down               N(0, (σ / √(2n))²): the branches add up along the residual stream
-        biases, LayerNorms               0, 1;  gate_out.bias = gate_bias
-    """
-
+        biases, LayerNorms               0, 1;  gate_out.bias = gate_bias"""
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.recompute = False                            # training: keep each core step's input alone, run it again backward
-        self.wte = nn.Embedding(c.vocab_size, c.n_embd)   # the head's weights too
-        self.wpe = nn.Embedding(c.block_size, c.n_embd)
-        self.drop = nn.Dropout(c.dropout)
-        self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
-        self.core = nn.ModuleList(Block(c) for _ in range(c.n_core))
-        self.rule = RULES[c.variant](c)
-        self.coda = nn.ModuleList(Block(c) for _ in range(c.n_coda))
-        self.norm = nn.LayerNorm(c.n_embd, bias=c.bias)
+        self.recompute = False      # training: keep each core step's input alone, run it again backward
+        self.wte, self.wpe = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.block_size, c.n_embd)  # wte: the head too
+        blocks = lambda n: nn.ModuleList(Block(c) for _ in range(n))
+        self.drop, self.prelude, self.core = nn.Dropout(c.dropout), blocks(c.n_prelude), blocks(c.n_core)
+        self.rule, self.coda, self.norm = RULES[c.variant](c), blocks(c.n_coda), nn.LayerNorm(c.n_embd, bias=c.bias)
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
@@ -607,91 +457,71 @@ class Transformer(nn.Module):
 
     def forward(self, idx, targets=None, recurrence=None, cache=None, want="all"):
         """idx [B, T] -> (logits [B, T, V], loss), loss the mean cross-entropy in nats, None without targets [B, T].
-
         recurrence: core steps, R by default. cache: a KVCache that holds the text before idx and gets idx added.
         want: logits of "all" tokens, of the "last" alone, [B, 1, V], or "none": with targets, the loss then never holds
-        the logits of the whole batch, the largest tensor of a training step.
-        """
-        depth = self.depth(recurrence)
-        if cache is not None and cache.recurrence != depth:
-            raise ModelError(f"the cache was made for {cache.recurrence} steps, not {depth}")
-        if idx.shape[1] > self.config.block_size:
-            raise ModelError(f"{idx.shape[1]} tokens do not fit block_size={self.config.block_size}")
-        positions, slots = torch.arange(idx.shape[1], device=idx.device), itertools.repeat(None)
+        the logits of the whole batch, the largest tensor of a training step."""
+        depth, T, rule = self.depth(recurrence), idx.shape[1], self.rule
+        need(T <= self.config.block_size, f"{T} tokens do not fit block_size={self.config.block_size}")
+        positions, slots = torch.arange(T, device=idx.device), itertools.repeat(None)
         if cache is not None:
-            positions, slots = cache.open(idx.shape[1])
-
+            need(cache.recurrence == depth, f"the cache was made for {cache.recurrence} steps, not {depth}")
+            positions, slots = cache.open(T)
         a = run(self.prelude, slots, self.drop(self.wte(idx) + self.wpe(positions)))     # [B, T, D]
-        core = functools.partial(run, self.core, slots)
-        step = self.rule.step
-        if self.recompute and self.training:
-            step = functools.partial(checkpoint, step, use_reentrant=False)
-        h, shared = self.rule.start(a)
+        core = partial(run, self.core, slots)
+        step = partial(checkpoint, rule.step, use_reentrant=False) if self.recompute and self.training else rule.step
+        h, shared = rule.start(a)
+        first, grad = depth - rule.backprop_steps, torch.is_grad_enabled()
         for r in range(depth):
-            if r == depth - self.rule.backprop_steps:
+            if r == first:
                 torch.clear_autocast_cache()                # it may hold weights that were cast without gradient
-            with contextlib.nullcontext() if r >= depth - self.rule.backprop_steps else torch.no_grad():
+            with torch.set_grad_enabled(grad and r >= first):
                 h, shared = step(h, shared, r, core)
         x = self.norm(run(self.coda, slots, h))
-
         logits = None if want == "none" else F.linear(x[:, -1:] if want == "last" else x, self.wte.weight)
         if targets is None:
             return logits, None
-        if logits is None:
-            loss = ChunkedCrossEntropy.apply(x.flatten(0, 1), self.wte.weight, targets.flatten())
-        else:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        return logits, loss + self.rule.penalty(shared) if self.training else loss
+        loss = (ChunkedCrossEntropy.apply(x.flatten(0, 1), self.wte.weight, targets.flatten()) if logits is None else
+                F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()))
+        return logits, loss + rule.penalty(shared) if self.training else loss
 
     def depth(self, recurrence=None):
         """The core steps that `recurrence` asks for, R if None. Raises ModelError where the model cannot run them."""
-        depth = self.config.recurrence if recurrence is None else recurrence
-        if not 0 <= depth <= self.rule.most_steps:
-            raise ModelError(f"recurrence={depth}: this {self.config.variant} model runs 0 to {self.rule.most_steps} steps")
+        depth, most = self.config.recurrence if recurrence is None else recurrence, self.rule.most_steps
+        need(0 <= depth <= most, f"recurrence={depth}: this {self.config.variant} model runs 0 to {most} steps")
         return depth
-
-    # -- generation
 
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, recurrence=None, n_vocab=None, seed=0, cached=True,
                kv="full", exit_kl=None, compile=False, depths=None):
-        """Continue idx [B, T], T >= 1, by yielding one new token a row at a time, [B], max_new_tokens times.
-
-        temperature: 0 takes the likeliest token. top_k: draw among the k likeliest. n_vocab: ids from here on are never
-        drawn (the padding of the vocabulary). cached: False computes every step from scratch, to the same result.
-        kv: what the cache keeps of the R steps (KVCache). exit_kl: let each new token stop looping as `exit_early` says;
-        `depths`, a list, gets the steps each took, [B] a token. compile: run every new token through one compiled graph.
-        Positions are learned, so a text longer than block_size cannot slide by one token: when the window is full, its
-        last half becomes the new context and is read again from position 0.
-        """
-        c, depth = self.config, self.depth(recurrence)
-        if idx.dim() != 2 or idx.shape[1] == 0:
-            raise ModelError(f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
-        if exit_kl is not None and (not cached or compile or kv != "full" or c.variant == "mor"):
-            raise ModelError("exit_kl needs the full cache, an uncompiled step, and a model whose steps hold all tokens")
+        """Continue idx [B, T], T >= 1, by yielding one new token a row at a time, [B], max_new_tokens times. temperature: 0
+        takes the likeliest token. top_k: draw among the k likeliest. n_vocab: ids from here on, the vocabulary's padding,
+        are never drawn. cached: False computes every token from scratch, to the same result. kv: what the cache keeps of
+        the R steps (KVCache). exit_kl: stop looping as `exit_early` does; `depths`, a list, gets the steps each token took,
+        [B]. compile: run new tokens through one compiled graph. Positions are learned, so a full window cannot slide by one
+        token: its last half becomes the new context, read from position 0."""
+        c, depth, depths = self.config, self.depth(recurrence), [] if depths is None else depths
+        need(idx.dim() == 2 and idx.shape[1] > 0, f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
+        need(exit_kl is None or cached and not compile and kv == "full" and c.variant != "mor",
+             "exit_kl needs the full cache, an uncompiled step, and a model whose steps hold all tokens")
         training, decode = self.training, self.compiled_decode() if compile else self.decode
         self.eval()
         try:
-            generator = torch.Generator(idx.device).manual_seed(seed)
             cache = KVCache(c, len(idx), None, depth, idx.device, self.dtype, kv) if cached else None
-            context, read = idx[:, -c.block_size:], 0                      # what the model may see, and has seen
+            context, generator = idx[:, -c.block_size:], torch.Generator(idx.device).manual_seed(seed)
             for _ in range(max_new_tokens):
                 if context.shape[1] > c.block_size:
-                    context, read = context[:, -(c.block_size // 2 or 1):], 0
-                if not cached:
-                    logits = self(context, recurrence=depth, want="last")[0]
-                elif read == 0:
-                    cache.reset()
+                    context = context[:, -(c.block_size // 2 or 1):]
+                    if cached:
+                        cache.reset()
+                if not cached or cache.length == 0:
                     logits = self(context, recurrence=depth, cache=cache, want="last")[0]
-                    if compile:
+                    if cached and compile:
                         cache.freeze()
-                elif exit_kl is not None:
-                    logits, steps = self.exit_early(context[:, -1:], cache, exit_kl)
-                    if depths is not None:
-                        depths.append(steps)
-                else:
+                elif exit_kl is None:
                     logits = decode(context[:, -1:].clone(), cache)
-                read = context.shape[1]
+                else:
+                    logits, steps = self.exit_early(context[:, -1:], cache, exit_kl)
+                    depths.append(steps)
                 token = choose(logits[:, -1, :n_vocab].float(), temperature, top_k, generator)
                 context = torch.cat((context, token[:, None]), dim=1)
                 yield token
@@ -700,66 +530,50 @@ class Transformer(nn.Module):
 
     def decode(self, token, cache):
         """Logits [B, 1, V] after one more token [B, 1] on top of those in the cache."""
-        logits = self(token, recurrence=cache.recurrence, cache=cache, want="last")[0]
-        if cache.position is not None:
-            cache.position += 1
-        return logits
+        return self(token, recurrence=cache.recurrence, cache=cache, want="last")[0]
 
     def compiled_decode(self):
         """`decode` as one graph, for a frozen cache; on CUDA replayed as a CUDA graph."""
         return torch.compile(self.decode, fullgraph=True, mode="reduce-overhead" if self.wte.weight.is_cuda else None)
 
     def exit_early(self, token, cache, exit_kl):
-        """As `decode`, but a row stops looping when KL(p_r || p_{r-1}) < exit_kl, p_r the next token's distribution
-        after step r: (logits [B, 1, V], steps run [B]). The coda runs after every step for the test; a step that is
-        skipped stores the keys and values of the last one that ran (Geiping et al. 2025, section 6.1)."""
-        c, (positions, slots) = self.config, cache.open(1)
-        slots, first = list(slots), c.n_prelude
-        coda = slots[first + cache.recurrence * c.n_core:]
-        h, shared = self.rule.start(run(self.prelude, iter(slots[:first]), self.wte(token) + self.wpe(positions)))
+        """As `decode`, but a row stops looping when KL(p_r || p_{r-1}) < exit_kl, p_r the next token's distribution after
+        step r and the coda (Geiping et al. 2025, section 6.1): logits [B, 1, V], and the steps that ran [B]."""
+        c, R, (positions, [*slots]) = self.config, cache.recurrence, cache.open(1)
+        coda, slots = slots[len(slots) - c.n_coda:], iter(slots)
+        h, shared = self.rule.start(run(self.prelude, slots, self.wte(token) + self.wpe(positions)))
         active, steps, before = torch.ones(len(token), dtype=torch.bool, device=token.device), 0, None
-        for r in range(cache.recurrence):
-            here = slots[first + r * c.n_core:first + (r + 1) * c.n_core]
-            if active.any():
-                new, shared = self.rule.step(h, shared, r, functools.partial(run, self.core, iter(here)))
-                h, steps = torch.where(active[:, None, None], new, h), steps + active.long()
+        for r in range(R):
+            new, shared = self.rule.step(h, shared, r, partial(run, self.core, slots))
+            h, steps = torch.where(active[:, None, None], new, h), steps + active.long()
+            logits = F.linear(self.norm(run(self.coda, iter(coda), h)), self.wte.weight)
+            p = F.log_softmax(logits[:, 0].float(), dim=-1)
             if r > 0:
-                for slot, last in zip(here, slots[first + (r - 1) * c.n_core:]):
-                    for mine, theirs in (slot.keys, last.keys), (slot.values, last.values):
-                        mine[~active, :, slot.where] = theirs[~active, :, slot.where]
-            if active.any():
-                logits = F.linear(self.norm(run(self.coda, iter(coda), h)), self.wte.weight)
-                p = F.log_softmax(logits[:, 0].float(), dim=-1)
-                if before is not None:
-                    active = active & ((p.exp() * (p - before)).sum(dim=-1).clamp(min=0) >= exit_kl)
-                before = p
+                active = active & ((p.exp() * (p - before)).sum(dim=-1).clamp(min=0) >= exit_kl)
+            if not active.any():
+                break
+            before = p
+        ran = torch.arange(R, device=token.device)[:, None].minimum(steps - 1)      # [R, B]: each step, or the last that ran
+        for buffer in cache.keys, cache.values:             # a skipped step has the keys and values of the last that ran
+            new = buffer[c.n_prelude:len(buffer) - c.n_coda, ..., cache.length - 1, :].unflatten(0, (R, c.n_core))
+            new.copy_(new.take_along_dim(ran[:, None, :, None, None], dim=0))       # [R, n_core, B, H, D/H]
         return logits, steps
 
     def generate(self, idx, max_new_tokens, **how):
         """idx [B, T] and its continuation, [B, T + max_new_tokens]; keywords as in `stream`."""
         return torch.cat((idx, *(t[:, None] for t in self.stream(idx, max_new_tokens, **how))), dim=1)
 
-    # -- accounting
-
     @property
-    def dtype(self):
-        return self.wte.weight.dtype
+    def dtype(self): return self.wte.weight.dtype
 
     def num_params(self):
         """Parameters by part, and their total; the head is tied to the token embedding and counted there."""
         count = {name: sum(p.numel() for p in part.parameters()) for name, part in self.named_children()}
-        count["total"] = sum(p.numel() for p in self.parameters())
-        assert count["total"] == sum(n for name, n in count.items() if name != "total"), "a parameter outside every part"
-        return count
-
-    def flops_per_token(self, *args, **kwargs):
-        """ModelConfig.flops_per_token of this model."""
-        return self.config.flops_per_token(*args, **kwargs)
+        return count | {"total": sum(p.numel() for p in self.parameters())}
 
     def compile_regions(self):
-        """Compile each block, and each elementwise part of the update rule, in place: every block and every step runs
-        the same graph, whatever R, and the names of the parameters stay."""
-        for block in itertools.chain(self.prelude, self.core, self.coda):
+        """Compile blocks and the rule's regions in place: one graph for all steps, whatever R; names of parameters stay."""
+        for block in (*self.prelude, *self.core, *self.coda):
             block.compile()
         for name in self.rule.regions:
             setattr(self.rule, name, torch.compile(getattr(self.rule, name)))
@@ -767,33 +581,27 @@ class Transformer(nn.Module):
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """mean over N of cross_entropy(x Wᵀ, targets), for x [N, D], W [V, D], targets [N].
-
-    The gradient of a loss is known as soon as the loss is: p - onehot(target) for each row of logits. So both are
-    computed chunk by chunk in the forward pass, each chunk's logits [chunk, V] overwritten by the next, and the same
-    three matrix products are done as without chunks. Only the gradients of x and W are kept.
-    """
+    The gradient is known as soon as the loss is: p - onehot(target) for each row of logits. So both are computed chunk by
+    chunk in the forward pass, by the same three matrix products, and only the gradients of x and W are kept."""
     chunk = 4096    # tokens: 0.8 GB of float32 logits at GPT-2's vocabulary; smaller ones add up dW more often
 
     @staticmethod
     def forward(ctx, x, W, targets):
-        with torch.autocast(x.device.type, enabled=False):
-            low = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-            x_low, W_low, N = x.to(low), W.to(low), len(x)
-            need = any(ctx.needs_input_grad)
-            dx, dW = (torch.empty_like(x), torch.empty_like(W)) if need else (None, None)
-            total = torch.zeros((), device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
-            for i in range(0, N, ChunkedCrossEntropy.chunk):
-                rows, target = slice(i, i + ChunkedCrossEntropy.chunk), targets[i:i + ChunkedCrossEntropy.chunk, None]
-                logits = (x_low[rows] @ W_low.t()).to(total.dtype)
-                largest, where = logits.max(dim=1, keepdim=True)
-                at_target = logits.gather(1, target)
-                p = torch.softmax(logits, dim=1, out=logits)
-                total += (largest - p.gather(1, where).log() - at_target).sum()   # log Σ exp - logit; max p >= 1/V
-                if need:
-                    g = p.scatter_add_(1, target, p.new_full((), -1.0).expand_as(target)).to(low)
-                    dx[rows] = (g @ W_low).div_(N)
-                    part = g.t() @ (x_low[rows] / N)
-                    dW = dW.copy_(part) if i == 0 and low != dW.dtype else part if i == 0 else dW.add_(part)
+        low = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        wide, x_low, W_low, N, total = torch.promote_types(x.dtype, torch.float32), x.to(low), W.to(low), len(x), 0.0
+        dx, dW = torch.empty_like(x) if any(ctx.needs_input_grad) else None, None
+        for i in range(0, N, ChunkedCrossEntropy.chunk):
+            rows = slice(i, i + ChunkedCrossEntropy.chunk)
+            target, logits = targets[rows, None], (x_low[rows] @ W_low.t()).to(wide)
+            largest, where = logits.max(dim=1, keepdim=True)
+            at_target = logits.gather(1, target)
+            p = torch.softmax(logits, dim=1, out=logits)
+            total = total + (largest - p.gather(1, where).log() - at_target).sum()   # log Σ exp - logit; max p >= 1/V
+            if dx is not None:
+                g = p.scatter_add_(1, target, p.new_full((), -1.0).expand_as(target)).to(low)
+                dx[rows] = (g @ W_low).div_(N)
+                part = g.t() @ (x_low[rows] / N)
+                dW = part.to(W.dtype) if dW is None else dW.add_(part)
         ctx.save_for_backward(dx, dW)
         return total / N
 
@@ -808,54 +616,30 @@ def choose(logits, temperature, top_k, generator):
     if temperature == 0:
         return logits.argmax(dim=-1)
     if top_k is not None:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -math.inf)
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
     p = F.softmax(logits / temperature, dim=-1)
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(dim=-1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-
-
 class CheckpointError(Exception):
-    """A checkpoint that cannot be written or read: one line with the file and what to do."""
-
-
-def save_checkpoint(path, checkpoint):
-    """Write a dict of tensors and plain values: to a temporary file, flushed to disk, then renamed over `path`, so that
-    a reader finds the old file or the new one, whole. Raises CheckpointError, with the old file as it was."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:    # torch reports a full disk as RuntimeError
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "the disk is full or failed"
-        raise CheckpointError(f"could not save {path}: {reason}; the file before it is unharmed") from error
+    """A checkpoint that cannot be written or read: one line with the file and why."""
 
 
 def load_checkpoint(path, device="cpu"):
-    """The dict that save_checkpoint wrote, its tensors on `device`. Raises CheckpointError."""
+    """The dict of a saved run, its tensors on `device`. Raises CheckpointError."""
     try:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
         checkpoint["model"], checkpoint["settings"]
         return checkpoint
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint; train.py writes one") from None
-    except (OSError, RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:              # a file that is cut, or not a checkpoint, raises one of many kinds
         raise CheckpointError(f"{path} is not a whole checkpoint of this project ({type(error).__name__})") from error
 
 
-def from_checkpoint(checkpoint, **overrides):
-    """The Transformer of a loaded checkpoint; overrides replace fields of its ModelConfig, `recurrence` say."""
-    names = [f.name for f in dataclasses.fields(ModelConfig)]
-    config = ModelConfig(**{k: v for k, v in checkpoint["settings"].items() if k in names} | overrides)
-    model = Transformer(config)
-    model.load_state_dict(checkpoint["model"])
-    return model.to(checkpoint["model"]["wte.weight"].device)
+def from_checkpoint(checkpoint):
+    """The Transformer of a loaded checkpoint, where its tensors are."""
+    weights, settings = checkpoint["model"], checkpoint["settings"]
+    model = Transformer(ModelConfig(**{f.name: settings[f.name] for f in fields(ModelConfig) if f.name in settings}))
+    model.load_state_dict(weights)
+    return model.to(weights["wte.weight"].device)

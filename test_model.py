@@ -44,7 +44,8 @@ import model as model_file
 import prepare
 import sample
 import train
-from model import KVCache, ModelConfig, Transformer, fold, load_checkpoint, sample_depth, save_checkpoint
+from model import KVCache, ModelConfig, Transformer, fold, load_checkpoint, sample_depth
+from train import save_checkpoint
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)        # the models are tiny

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import config
 from config import ConfigError
-from model import CheckpointError, ModelConfig, Transformer, fold, load_checkpoint, sample_depth, save_checkpoint
+from model import CheckpointError, ModelConfig, Transformer, fold, load_checkpoint, sample_depth
 from prepare import DataError, open_dataset, shuffled
 
 
@@ -321,6 +321,24 @@ def git_commit():
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def save_checkpoint(path, checkpoint):
+    """Write a dict of tensors and plain values: to a temporary file, flushed to disk, then renamed over `path`, so that
+    a reader finds the old file or the new one, whole. Raises CheckpointError, with the old file as it was."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:    # torch reports a full disk as RuntimeError
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "the disk is full or failed"
+        raise CheckpointError(f"could not save {path}: {reason}; the file before it is unharmed") from error
 
 
 def checkpoint_path(where):
