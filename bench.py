@@ -15,6 +15,7 @@ Speeds are medians of rounds A B A B ... over all configs in one process, warm-u
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -825,18 +826,19 @@ def draw_depth(rows, exits, runs, path):
         axes[0].legend()
 
 
-def draw_anatomy(found, path):
-    """The gate by step, and linear CKA between the states."""
+def draw_anatomy(gated, path):
+    """The mean gate by step of each run, and linear CKA between the states of the first."""
+    first, steps = next(iter(gated)), range(1, max(len(found["gate_mean"]) for found in gated.values()) + 1)
     with picture(path, 2) as axes:
-        steps = range(1, len(found["gate_mean"]) + 1)
-        for key, label, line in (("gate_mean", "mean", "-"), ("gate_open", "share above 0.95", "--"), ("gate_shut", "share below 0.05", ":")):
-            axes[0].plot(steps, found[key], color=STYLE["grt"][0], marker=STYLE["grt"][1], linestyle=line, label=label)
-        axes[0].set(xlabel="step", ylabel="gate", ylim=(-0.03, 1.03), xticks=list(steps), title="how much of the state is kept")
-        axes[0].legend()
-        image = axes[1].imshow(found["cka"], cmap="viridis", origin="lower")
-        labels = ["prelude", *steps]
+        for (name, found), line in zip(gated.items(), itertools.cycle(("-", "--", ":", "-."))):
+            means = found["gate_mean"]
+            axes[0].plot(range(1, len(means) + 1), means, color=STYLE["grt"][0], marker=STYLE["grt"][1], linestyle=line, label=name)
+        axes[0].set(xlabel="step", ylabel="mean gate", ylim=(-0.03, 1.03), xticks=list(steps), title="how much of the state is kept")
+        axes[0].legend(loc="lower right")
+        image = axes[1].imshow(gated[first]["cka"], cmap="viridis", origin="lower")
+        labels = ["prelude", *range(1, len(gated[first]["gate_mean"]) + 1)]
         axes[1].set(xticks=range(len(labels)), yticks=range(len(labels)), xticklabels=labels, yticklabels=labels,
-                    title="linear CKA between states")
+                    title=f"linear CKA between states\n{first}")
         axes[1].figure.colorbar(image, ax=axes[1])
 
 
@@ -986,18 +988,26 @@ def trajectory(model, x):
     return states, proposals, [g.flatten(0, 1) for g in gates]
 
 
+def centered(x):
+    """Vectors [n, D] less their mean, in double; exactly zero where all are the same."""
+    x = x.double()
+    y = x - x.mean(dim=0)
+    return y if y.norm() > 1e-9 * x.norm() else torch.zeros_like(y)
+
+
 def linear_cka(x, y):
     """Similarity of two sets of n vectors, [n, D] and [n, E]: 1 where one is the other turned, scaled and moved, 0 where
     nothing is shared (Kornblith et al. 2019, arXiv 1905.00414)."""
-    x, y = (z.double() - z.double().mean(dim=0) for z in (x, y))
-    return ((x.t() @ y).norm()**2 / ((x.t() @ x).norm() * (y.t() @ y).norm())).item()
+    x, y = centered(x), centered(y)
+    scale = (x.t() @ x).norm() * (y.t() @ y).norm()
+    return ((x.t() @ y).norm()**2 / scale).item() if scale else 0.0
 
 
 def effective_rank(x):
     """exp of the entropy of the singular values of x [n, D], centred: how many directions it has (Roy & Vetterli 2007)."""
-    p = torch.linalg.svdvals(x.double() - x.double().mean(dim=0))
-    p = p / p.sum()
-    return torch.exp(-torch.xlogy(p, p).sum()).item()
+    values = torch.linalg.svdvals(centered(x))
+    p = values / values.sum()
+    return torch.exp(-torch.xlogy(p, p).sum()).item() if values.sum() else 0.0
 
 
 @torch.inference_mode()
@@ -1068,11 +1078,11 @@ def bench_anatomy(b, names):
         print("\n".join(f"  {label.ljust(width)}  {values}" + f"   (paper: {paper})" * bool(paper) for label, values, paper in lines) + "\n")
     if b.json:
         print(json.dumps(everything, indent=1))
-    gated = [found for found in everything.values() if "gate_mean" in found]
+    gated = {name: found for name, found in everything.items() if "gate_mean" in found}
     if b.svg and not gated:
         raise ConfigError("the picture is of a gate: --run needs a grt model that has one")
     if b.svg:
-        draw_anatomy(gated[0], b.svg)
+        draw_anatomy(gated, b.svg)
 
 
 def bench_paper(b, names):

@@ -1602,6 +1602,8 @@ def test_similarity_and_rank():
     center = torch.eye(40).double() - 1 / 40
     K, L = center @ x @ x.T @ center, center @ y @ y.T @ center
     assert bench.linear_cka(x, y) == pytest.approx(((K * L).sum() / (K.norm() * L.norm())).item())
+    constant = torch.full((40, 6), 0.1)         # heavy-tail's h_0 is the same for every token
+    assert bench.effective_rank(constant) == bench.linear_cka(constant, x) == bench.linear_cka(x, constant) == 0
     turned = 3 * x @ torch.linalg.qr(torch.randn(6, 6).double()).Q + 5
     assert bench.linear_cka(x, turned) == pytest.approx(1)
     basis = torch.linalg.qr(center @ torch.randn(40, 4).double()).Q
