@@ -268,31 +268,37 @@ def cells(b, names):
         print("* trained with other settings than the cell's:\n" + "\n".join("  " + note for note in notes))
 
 
+def settings_of(c):
+    """What makes a run what it is, less the defaults: {name: value}."""
+    defaults = dataclasses.asdict(TrainConfig())
+    return {k: v for k, v in dataclasses.asdict(c).items() if k not in MAY_CHANGE - {"max_iters", "cell"} and defaults[k] != v}
+
+
 def record(run):
     """What results/tiny.json holds of a finished run; None where it is not finished, or has other settings."""
     c, log = cell(*run), read_log(cell(*run).run_dir)
     if log is None or log[1]["step"] != c.steps or differences(c, log[0]["settings"]):
         return None
     header, last, seconds = log
-    defaults = dataclasses.asdict(TrainConfig())
-    kept = {k: v for k, v in dataclasses.asdict(c).items() if k not in MAY_CHANGE - {"max_iters", "cell"} and defaults[k] != v}
     measured = {k: last[k] for k in ("val_loss", "val_loss_at_depth", "val_loss_leaky", "routing_disagreement") if k in last}
     return {"command": command(run), "seed": c.seed, "commit": header["commit"], "data_hash": header["data_hash"],
-            "versions": header["versions"], "settings": kept, "parameters": header["parameters"], "steps": c.steps,
+            "versions": header["versions"], "settings": settings_of(c), "parameters": header["parameters"], "steps": c.steps,
             "tokens": c.steps * c.tokens_per_step, "train_flops": c.steps * c.tokens_per_step * c.train_flops_per_token(),
             "seconds": round(seconds), **measured}
 
 
 def save_results(runs):
-    """Put every finished run's record in results/tiny.json, beside those of other runs that are there already."""
-    records = {r["command"]: r for r in read_results()}
+    """Put every finished run's record in results/tiny.json, in the order of `runs`, beside those that are there already but
+    for runs that have other settings by now; return the runs that have no record."""
+    settings = {command(run): settings_of(cell(*run)) for run in runs}
+    records = {r["command"]: r for r in read_results() if r["settings"] == settings.get(r["command"], r["settings"])}
     records |= {command(run): found for run in runs if (found := record(run))}
-    order = [command(run) for run in runs]
-    records = [records[c] for c in order if c in records] + [r for c, r in records.items() if c not in order]
     RESULTS.parent.mkdir(exist_ok=True)
     temporary = RESULTS.with_name(RESULTS.name + ".tmp")
-    temporary.write_text("[\n" + ",\n".join(json.dumps(r) for r in records) + "\n]\n")
+    ordered = [*(records[c] for c in settings if c in records), *(r for c, r in records.items() if c not in settings)]
+    temporary.write_text("[\n" + ",\n".join(json.dumps(r) for r in ordered) + "\n]\n")
     os.replace(temporary, RESULTS)
+    return [run for run in runs if command(run) not in records]
 
 
 def read_results():
@@ -300,12 +306,15 @@ def read_results():
 
 
 def run_tiny(b):
-    """Train every run of the tiny comparison that is not finished, `workers` at a time, and write results/tiny.json."""
+    """Train every run of the tiny comparison that results/tiny.json lacks, `workers` at a time, and put it there."""
     if b.workers < 1:
         raise ConfigError(f"workers={b.workers}: must be at least 1")
     runs = tiny_runs(b.seeds.split(","))
-    open_dataset(cell(*runs[0]).dataset)        # prepared once, not by every worker
-    missing = [run for run in runs if record(run) is None]
+    corpus = open_dataset(cell(*runs[0]).dataset)       # prepared once, not by every worker
+    if other := {r["data_hash"] for r in read_results()} - {corpus.hash}:
+        raise ConfigError(f"{RESULTS} holds runs on another corpus ({', '.join(other)}; here {corpus.hash}, for every Python has its "
+                          "own library): move it aside to train on yours")
+    missing = save_results(runs)
     print(f"{len(runs)} runs, {len(missing)} to train, {b.workers} at a time", flush=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // b.workers))}
     lock, children, failed = threading.Lock(), [], []
@@ -330,7 +339,6 @@ def run_tiny(b):
     def stop(*_):
         raise KeyboardInterrupt
     signal.signal(signal.SIGTERM, stop)
-    save_results(runs)
     with ThreadPoolExecutor(b.workers) as pool:
         try:
             for _ in pool.map(train_one, missing):
@@ -821,7 +829,9 @@ def draw_depth(rows, exits, runs, path):
             early = [(e["steps"], e["loss"]) for e in exits if e["run"] == name]
             if early:
                 axes[1].plot(*zip(*early), color=colour, marker=mark, label=name)
-        axes[0].set(xlabel="steps of the core", ylabel="validation loss, nats per token", title="every token, fixed depth")
+        lowest = min(row[name] for row in rows for name in runs if row.get(name) is not None)
+        axes[0].set(xlabel="steps of the core", ylabel="validation loss, nats per token", title="every token, fixed depth",
+                    ylim=(lowest * 0.98, lowest * 1.5))         # what depth 0 costs may be far above
         axes[1].set(xlabel="mean steps of a token", ylabel="validation loss, nats per token", title="early exit")
         axes[0].legend()
 

@@ -1632,37 +1632,43 @@ def small_comparison(monkeypatch):
 
 
 def test_comparison_trains_what_is_missing(work, monkeypatch, capsys):
-    """A second call trains nothing; what was lost, or has other settings, is trained again; a run that fails is named and
-    the others go on; results/tiny.json holds what the logs hold and keeps records of runs that are not here."""
-    runs = small_comparison(monkeypatch)
+    """A second call trains nothing; what results/tiny.json lacks, or has with other settings, is trained; a run that fails is
+    named and the others go on; records hold what the logs hold, those of runs outside the plan stay, other corpora are
+    refused."""
+    runs, path = small_comparison(monkeypatch), Path("results/tiny.json")
     go = lambda: status(bench.main, ["cells", "--scale=tiny", "--run", "--workers=2"])
-    Path("results").mkdir()
-    Path("results/tiny.json").write_text('[{"command": "another", "val_loss": 1}]')
+    path.parent.mkdir()
+    dataset = prepare.open_dataset("mini")
+    another = {"command": "another", "settings": {}, "data_hash": dataset.hash}
+    path.write_text(json.dumps([another, another | {"command": bench.command(runs[0])}]))
     assert go() == 0 and "3 runs, 3 to train" in capsys.readouterr().out
-    records = json.loads(Path("results/tiny.json").read_text())
-    assert [r["command"] for r in records] == [*map(bench.command, runs), "another"]
+    *records, last = json.loads(path.read_text())
+    assert last == another and [r["command"] for r in records] == [*map(bench.command, runs)]
     for run_words, r in zip(runs, records):
         c = bench.cell(*run_words)
-        saved = checkpoint(c.run_dir)
-        model, dataset = model_file.from_checkpoint(saved).eval(), prepare.open_dataset("mini")
+        model = model_file.from_checkpoint(checkpoint(c.run_dir)).eval()
         assert r["val_loss"] == train.evaluate(model, dataset.val, c, torch.device("cpu"))
         assert r["val_loss_at_depth"][str(c.recurrence)] == r["val_loss"] and len(r["val_loss_at_depth"]) == c.recurrence
         assert (r["seed"], r["tokens"], r["data_hash"]) == (c.seed, 3 * c.tokens_per_step, dataset.hash)
         assert r["train_flops"] == r["tokens"] * c.train_flops_per_token() and r["parameters"] == model.num_params()["total"]
-        assert config.load(train.TrainConfig, [], over=r["settings"]).lr(2) == c.lr(2)
-    assert go() == 0 and "3 runs, 0 to train" in capsys.readouterr().out
-    before = Path("results/tiny.json").read_text()
+        again = config.load(train.TrainConfig, [], over=r["settings"])
+        assert again.lr(2) == c.lr(2) and bench.num_params(again) == bench.num_params(c)
     shutil.rmtree("out/grt_micro-seed1")
-    entries = Path("out/dense_micro-seed0/log.jsonl").read_text().splitlines()
-    Path("out/dense_micro-seed0/log.jsonl").write_text(entries[0].replace('"beta1": 0.9', '"beta1": 0.8') + "\n" + "\n".join(entries[1:]) + "\n")
+    assert go() == 0 and "3 runs, 0 to train" in capsys.readouterr().out
+    before = path.read_text()
+    path.write_text(json.dumps([another, records[0]]))
+    log_file = Path("out/dense_micro-seed0/log.jsonl")
+    log_file.write_text(log_file.read_text().replace('"beta1": 0.9', '"beta1": 0.8'))
     Path("out/dense_micro-seed0/latest.pt").write_bytes(b"not a checkpoint")
     assert go() == 2
     out, err = capsys.readouterr()
     assert "3 runs, 2 to train" in out and "1 of 2" in err and "dense_micro-seed0/console.txt" in out
     assert "not a whole checkpoint" in Path("out/dense_micro-seed0/console.txt").read_text()
-    without_time = lambda text: re.sub(r'"seconds": \d+', "", text)
-    assert without_time(Path("results/tiny.json").read_text()) == without_time(before)
-    assert status(bench.main, ["cells", "--scale=small", "--run"]) == 2
+    without_time = lambda text: [{k: v for k, v in r.items() if k != "seconds"} for r in json.loads(text)]
+    assert without_time(path.read_text()) == [r for r in without_time(before) if r["command"] != bench.command(runs[2])]
+    path.write_text(json.dumps([another | {"data_hash": "elsewhere"}]))
+    assert go() == 2 and "elsewhere" in error_line(capsys, "another corpus") and "elsewhere" in path.read_text()
+    assert status(bench.main, ["cells", "--scale=small", "--run"]) == status(bench.main, ["cells", "--scale=tiny", "--run", "--workers=0"]) == 2
 
 
 def test_comparison_is_stopped_and_continued(work, monkeypatch, capsys):
