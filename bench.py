@@ -738,13 +738,13 @@ def worth_of_depth(records):
                         count = num_params(c)
                         points.append((count["prelude"] + count["coda"], count["core"] + count["rule"], c.recurrence,
                                        found[0]["tokens"], statistics.mean(r["val_loss"] for r in found)))
-        if len(points) < 18:
-            rows.append([system, "–", "–", f"{len(points)} of 18 runs", theirs or ""])
+        if len(points) < 12:                            # six numbers are fitted
+            rows.append([system, "–", "–", "–", len(points), theirs or ""])
             continue
         phi, low, high, error = fit_depth(np.array(points, dtype=float), variance)
         interval = f"{low:.2f} to {high:.2f}" if (low, high) != (PHI[0], PHI[-1]) else f"the runs do not say ({low:.2f} to {high:.2f})"
-        rows.append([system, f"{phi:.2f}", interval, f"{error:.4f}", theirs or ""])
-    return markdown(rows, ["", "φ", "interval", "root mean squared error", "Schwethelm et al."])
+        rows.append([system, f"{phi:.2f}", interval, f"{error:.3f}", len(points), theirs or ""])
+    return markdown(rows, ["", "φ", "interval", "root mean squared error", "runs", "Schwethelm et al."])
 
 
 PHI = np.linspace(-0.5, 1.5, 81)
@@ -804,15 +804,22 @@ def picture(path, columns, rows=1):
 
 
 def draw_cells(records, path):
-    """Loss against tokens and against training operations, a column for each scale."""
+    """Loss against tokens and against training operations, a column for each scale; dashed: at dense's training FLOPs."""
     with picture(path, len(TINY_SCALES), 2) as axes:
-        for column, scale in enumerate(TINY_SCALES):
-            for row, (key, label) in enumerate((("tokens", "training tokens"), ("train_flops", "training FLOPs"))):
-                ax = axes[row * len(TINY_SCALES) + column]
-                for system, (colour, mark) in STYLE.items():
-                    found = [r for budget in map(float, BUDGETS) for r in select(records, f"{system}_{scale}", budget)[:1]]
-                    ax.plot([r[key] for r in found], [r["val_loss"] for r in found], color=colour, marker=mark, label=system)
-                ax.set(xscale="log", xlabel=label, ylabel="validation loss, nats per byte", title=scale if row == 0 else "")
+        from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, NullLocator
+        for i, ax in enumerate(axes):
+            row, column = divmod(i, len(TINY_SCALES))
+            key, scale = ("tokens", "train_flops")[row], TINY_SCALES[column]
+            for system, (colour, mark) in STYLE.items():
+                for match, line, label in (("tokens", "-", system), ("train_flops", "--", None))[:row + 1]:
+                    found = [r for budget in map(float, BUDGETS) for r in select(records, f"{system}_{scale}", budget, match)[:1]]
+                    ax.plot([r[key] for r in found], [r["val_loss"] for r in found], color=colour, marker=mark, linestyle=line, label=label)
+            ax.set(xscale="log", xlabel=("training tokens", "training FLOPs")[row], ylabel="validation loss, nats per byte",
+                   title="" if row else scale)
+            runs = {r["tokens"] for b in map(float, BUDGETS) for r in select(records, f"dense_{scale}", b)}
+            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if row else FixedLocator(sorted(runs)))
+            ax.xaxis.set_minor_locator(NullLocator())
+            ax.xaxis.set_major_formatter(EngFormatter())
         axes[0].legend()
 
 

@@ -1726,6 +1726,14 @@ def test_plan_of_the_comparison():
     assert {c.variant for c in more if c.match == "tokens"} == set(bench.SYSTEMS)
 
 
+def test_tables_in_the_readme():
+    """Every table that the README has from results/tiny.json is what `bench.py results` makes of the file."""
+    records, readme = json.loads((HERE / "results" / "tiny.json").read_text()), (HERE / "README.md").read_text()
+    assert len(records) > 50
+    for make_table in (bench.nine_cells, bench.middle_scale, bench.learning_rates, bench.worth_of_depth):
+        assert make_table(records) in readme, make_table.__name__
+
+
 def entry(cell_name, loss, **more):
     """A record as results/tiny.json has them."""
     return {"settings": {"cell": cell_name} | more, "val_loss": loss, "parameters": 10, "tokens": 1e6 * loss, "train_flops": 2.0,
