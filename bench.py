@@ -155,7 +155,7 @@ def count(b, names):
 # ---------------------------------------------------------------------------------------------------------------------
 # cells
 
-# The tiny comparison: three scales that two CPU cores train in some three hours. Each run is a config and flags.
+# The tiny comparison: three scales that two CPU cores train in about two hours. Each run is a config and flags.
 TINY_SCALES = ("nano", "micro", "tiny")
 RATES = ("3e-3", "6e-3", "1.2e-2", "2.4e-2")      # the sweep that chose each system's learning rate, at half the budget
 # At the middle scale with every seed. Rung 1 of the ladder is looped with sampled depth; the last rung is grt_micro.
