@@ -1,13 +1,14 @@
 """Every number in the README.
 
     python bench.py count [config ...]       parameters and operations of cells, the paper's accounting and ours
-    python bench.py cells [--scale=tiny]     the paper's table: the command of every cell, the paper's value, ours
+    python bench.py cells [--scale=small]    the paper's table: the command of every cell, the paper's value, ours
+    python bench.py cells --scale=tiny --run the comparison at three tiny scales: trains what results/tiny.json lacks
     python bench.py train [config ...]       speed of training steps, against their bare matrix products and attention calls
     python bench.py decode [config ...]      latency and memory of generation, likewise
     python bench.py quality --run=out/...    what shared keys and values, and early exit, cost a trained model
     python bench.py depth --run=out/a,out/b  loss of trained models at every depth, and with early exit
     python bench.py anatomy --run=out/...    what gate, anchor and states of a trained model do
-    python bench.py results                  the tables of results/tiny.json, which `cells --scale=tiny --run` writes
+    python bench.py results                  the tables of results/tiny.json
     python bench.py paper                    the paper's serving table and training speed, on a GPU
 
 Speeds are medians of rounds A B A B ... over all configs in one process, warm-up and compilation excluded. Settings:
