@@ -40,7 +40,7 @@ import torch.nn.functional as F
 import config
 from config import ConfigError
 from model import CheckpointError, Gated, KVCache, ModelError, Transformer, from_checkpoint, load_checkpoint
-from prepare import DataError, open_dataset
+from prepare import DataError, open_dataset, publish
 from train import (MAY_CHANGE, TrainConfig, checkpoint_path, find_autocast, find_device, load_windows, low_precision,
                    make_optimizer, peak_flops, wants_compile)
 
@@ -208,7 +208,7 @@ def command(run, launcher="python"):
 
 def read_log(folder):
     """A run's log: its last header, its last evaluation, and its seconds of training; None where it was never evaluated."""
-    path = Path(folder) / "log.jsonl"
+    path = folder / "log.jsonl"
     entries = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
     headers, evaluations = [e for e in entries if "settings" in e], [e for e in entries if "val_loss" in e]
     if not headers or not evaluations:
@@ -224,11 +224,11 @@ def differences(c, settings):
     return [f"{k}={settings[k]}" for k, v in dataclasses.asdict(c).items() if k not in free and k in settings and settings[k] != v]
 
 
-def our_value(c, logs):
+def our_value(c, logs, seeded):
     """The validation loss of a cell where it has been trained; * where the run's settings are not the cell's, with how
-    they differ. A run that is not finished does not count."""
+    they differ. A run that is not finished does not count, nor, `seeded`, one with another seed."""
     for folder, (header, last, _) in logs.items():
-        same = all(header["settings"][k] == getattr(c, k) for k in ("cell", "budget", "match"))
+        same = all(header["settings"][k] == getattr(c, k) for k in ("cell", "budget", "match", *["seed"] * seeded))
         if same and last["step"] == header["steps"]:
             differ = differences(c, header["settings"])
             return f"{last['val_loss']:.3f}" + "*" * bool(differ), f"{folder}: {', '.join(differ)}" if differ else ""
@@ -249,8 +249,7 @@ def cells(b, names):
     logs = {path.parent: log for path in sorted(Path("out").glob("*/log.jsonl")) if (log := read_log(path.parent))}
     for run in runs:
         c = cell(*run)
-        here = logs if b.scale != "tiny" else {folder: log for folder, log in logs.items() if log[0]["settings"]["seed"] == c.seed}
-        value, note = our_value(c, here)
+        value, note = our_value(c, logs, any(word.startswith("--seed=") for word in run))
         notes += [note] if note else []
         hours = ""
         if b.tokens_per_second:
@@ -295,10 +294,10 @@ def save_results(runs):
     records = {r["command"]: r for r in read_results() if r["settings"] == settings.get(r["command"], r["settings"])}
     records |= {command(run): found for run in runs if (found := record(run))}
     RESULTS.parent.mkdir(exist_ok=True)
-    temporary = RESULTS.with_name(RESULTS.name + ".tmp")
     ordered = [*(records[c] for c in settings if c in records), *(r for c, r in records.items() if c not in settings)]
-    temporary.write_text("[\n" + ",\n".join(json.dumps(r) for r in ordered) + "\n]\n")
-    os.replace(temporary, RESULTS)
+    file = open(f"{RESULTS}.tmp", "w")
+    file.write("[\n" + ",\n".join(json.dumps(r) for r in ordered) + "\n]\n")
+    publish(file, RESULTS)
     return [run for run in runs if command(run) not in records]
 
 
@@ -733,11 +732,11 @@ def worth_of_depth(records):
         points = []
         for name in ("dense", system):
             for scale in TINY_SCALES:
+                c = cell(f"{name}_{scale}")
+                parts = num_params(c)
                 for budget in map(float, BUDGETS):
-                    c, found = cell(f"{name}_{scale}"), select(records, f"{name}_{scale}", budget)
-                    if found:
-                        count = num_params(c)
-                        points.append((count["prelude"] + count["coda"], count["core"] + count["rule"], c.recurrence,
+                    if found := select(records, f"{name}_{scale}", budget):
+                        points.append((parts["prelude"] + parts["coda"], parts["core"] + parts["rule"], c.recurrence,
                                        found[0]["tokens"], statistics.mean(r["val_loss"] for r in found)))
         if len(points) < 12:                            # six numbers are fitted
             rows.append([system, "–", "–", "–", len(points), theirs or ""])
@@ -904,7 +903,7 @@ def decoded(model, x, y, kv="full", recurrence=None, exit_kl=None):
 def bench_quality(b, names):
     """Every token reads what the cache kept of the ones before it: loss, how often the likeliest token is the one that the
     full cache gives, and the steps a token took."""
-    [(name, (model, dataset, device))] = list(open_runs(b, "quality").items())[:1]
+    model, dataset, device = next(iter(open_runs(b, "quality").values()))
     T, c = model.config.block_size, model.config
     x, y = (torch.cat(parts) for parts in zip(*validation_windows(dataset, T, 64, device)))
     full, found = decoded(model, x, y), []
@@ -932,7 +931,7 @@ def bench_depth(b, names):
         for x, y in validation_windows(dataset, c.block_size, b.windows, device):
             full, count = F.log_softmax(model(x)[0].float(), dim=-1), count + y.numel()
             for r in depths:
-                p = F.log_softmax(model(x, recurrence=r)[0].float(), dim=-1)
+                p = full if r == c.recurrence else F.log_softmax(model(x, recurrence=r)[0].float(), dim=-1)
                 total[r] += torch.stack([-p.gather(2, y[..., None]).sum(), (full.exp() * (full - p)).sum()]).double().cpu()
         for r in depths:
             loss, kl = (total[r] / count).tolist()
@@ -962,7 +961,7 @@ def bench_depth(b, names):
 
 # what the paper reports of a trained large model
 PAPER_ANATOMY = {"loss_at_depth": "5.29 3.77 3.14 … 2.68", "g=0": "12.0", "g=1": "the loss at depth 0", "anchor=zeros": "8.08",
-                 "anchor=embedding": "3.73", "anchor=drifting": "3.38", "whole": "2.68", "update_of_proposal": "0.18 → 0.07",
+                 "anchor=embedding": "3.73", "anchor=drifting": "3.38", "update_of_proposal": "0.18 → 0.07",
                  "cka": "prelude and step 1: 0.996, later steps a tight cluster"}
 
 
@@ -1088,18 +1087,17 @@ def bench_anatomy(b, names):
             ("gate_shut", "share of it below 0.05"), ("update_of_proposal", "‖h_r - h_{r-1}‖ / ‖o_r‖ by step"),
             ("effective_rank", "effective rank of h_0..h_R"), ("cosine_of_steps", "cosine of h_{r-1} and h_r")) if key in found]
         lines += [(key, f"{found[key]:.3f}", PAPER_ANATOMY.get(key, "")) for key in found if isinstance(found[key], float)]
-        lines += [(f"CKA of {label} with h_0..h_R", line(row), PAPER_ANATOMY["cka"] if i == 0 else "")
-                  for i, (label, row) in enumerate(zip(["h_0", *(f"h_{r}" for r in range(1, 99))], found["cka"]))]
+        lines += [(f"CKA of h_{r} with h_0..h_R", line(row), "" if r else PAPER_ANATOMY["cka"]) for r, row in enumerate(found["cka"])]
         lines += [(f"gain by step, decile {i + 1} of difficulty", line(row), "") for i, row in enumerate(found["gain_by_decile"])]
         width = max(len(label) for label, _, _ in lines)
         print(f"{name}: {model.config.variant} {model.config.layout}, {b.windows} validation windows")
         print("\n".join(f"  {label.ljust(width)}  {values}" + f"   (paper: {paper})" * bool(paper) for label, values, paper in lines) + "\n")
     if b.json:
         print(json.dumps(everything, indent=1))
-    gated = {name: found for name, found in everything.items() if "gate_mean" in found}
-    if b.svg and not gated:
-        raise ConfigError("the picture is of a gate: --run needs a grt model that has one")
     if b.svg:
+        gated = {name: found for name, found in everything.items() if "gate_mean" in found}
+        if not gated:
+            raise ConfigError("the picture is of a gate: --run needs a grt model that has one")
         draw_anatomy(gated, b.svg)
 
 

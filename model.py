@@ -380,7 +380,7 @@ class Gated(Looped):
             nn.init.constant_(self.gate_out.bias, self.config.gate_bias)
         if self.config.anchor and self.config.half_identity:
             for half in self.project_state, self.project_anchor:
-                half.weight.data = torch.eye(len(half.weight)) / 2
+                nn.init.eye_(half.weight).data.div_(2)
 
     def start(self, a):
         projected = self.project_anchor(a) if self.config.anchor else 0.0

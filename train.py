@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import config
 from config import ConfigError
 from model import CheckpointError, ModelConfig, Transformer, fold, load_checkpoint, sample_depth
-from prepare import DataError, open_dataset, shuffled
+from prepare import DataError, open_dataset, publish, shuffled
 
 
 @dataclass(frozen=True)
@@ -331,9 +331,7 @@ def save_checkpoint(path, checkpoint):
     try:
         with open(temporary, "wb") as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+            publish(file, path)
     except (OSError, RuntimeError) as error:    # torch reports a full disk as RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink()
