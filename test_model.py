@@ -684,6 +684,25 @@ def test_micro_batches_and_ranks_change_nothing(work):
     assert log("two-stopped") == log("two-grt") and same(checkpoint("two-stopped")["model"], checkpoint("two-grt")["model"])
 
 
+def test_commit_is_marked_where_python_files_differ(tmp_path, monkeypatch):
+    """A run that writes results into the tree it was started from must not call the next run's code changed."""
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", *words], cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.setattr(train, "__file__", str(tmp_path / "train.py"))
+    assert train.git_commit() is None
+    for name in ("train.py", "results.json", "config/cell.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("0")
+    git("init"), git("add", "."), git("commit", "-m", "0")
+    clean = train.git_commit()
+    assert re.fullmatch("[0-9a-f]{7,}", clean)
+    (tmp_path / "results.json").write_text("1")
+    (tmp_path / "new.py").write_text("1")
+    assert train.git_commit() == clean
+    (tmp_path / "config/cell.py").write_text("1")
+    assert train.git_commit() == clean + "+"
+
+
 def test_logged_loss_is_the_mean(work, monkeypatch):
     """FAULTS 12 (nanochat#52): the logged loss is the mean over the step's micro-batches (over ranks: test above)."""
     losses, forward = [], Transformer.forward

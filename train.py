@@ -312,13 +312,13 @@ class Log:
 
 
 def git_commit():
-    """The commit this code is at, with a + where files differ from it; None outside a repository."""
+    """The commit this code is at, with a + where Python files differ from it; None outside a repository."""
     here = Path(__file__).parent
 
     def git(*words):
         return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", "*.py") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
