@@ -41,8 +41,8 @@ import config
 from config import ConfigError
 from model import CheckpointError, Gated, KVCache, ModelError, Transformer, from_checkpoint, load_checkpoint
 from prepare import DataError, open_dataset, publish
-from train import (MAY_CHANGE, TrainConfig, checkpoint_path, find_autocast, find_device, load_windows, low_precision,
-                   make_optimizer, peak_flops, wants_compile)
+from train import (MAY_CHANGE, TrainConfig, checkpoint_path, differences, find_autocast, find_device, load_windows,
+                   low_precision, make_optimizer, peak_flops, wants_compile)
 
 SYSTEMS = ("dense", "looped", "mor", "poisson", "grt")
 LADDER = ("ladder_0_looped", "ladder_1_prelude_coda", "ladder_2_noise", "ladder_3_anchor", "ladder_4_gate")
@@ -174,6 +174,7 @@ CONTROLS = ["dense_micro --cell=dense_micro_2 --n_prelude=2",
             "ladder_1_prelude_coda_micro --match=train_flops",
             "grt_micro --cell=grt_micro_half --half_identity --match=train_flops"]
 RESULTS = Path("results/tiny.json")
+NOT_MEASURED = MAY_CHANGE - {"max_iters", "eval_tokens"}      # settings that leave a finished run's loss what it is
 TRAIN_ALONE = ("--eval_depths", "--eval_interval=1000000", "--device=cpu", "--dtype=float32", "--compile=False")
 
 
@@ -218,20 +219,14 @@ def read_log(folder):
     return headers[-1], evaluations[-1], seconds
 
 
-def differences(c, settings):
-    """What makes a run with these settings another run than c: ["name=value", ...]."""
-    free = MAY_CHANGE - {"max_iters", "eval_tokens"}
-    return [f"{k}={settings[k]}" for k, v in dataclasses.asdict(c).items() if k not in free and k in settings and settings[k] != v]
-
-
 def our_value(c, logs, seeded):
     """The validation loss of a cell where it has been trained; * where the run's settings are not the cell's, with how
     they differ. A run that is not finished does not count, nor, `seeded`, one with another seed."""
     for folder, (header, last, _) in logs.items():
         same = all(header["settings"][k] == getattr(c, k) for k in ("cell", "budget", "match", *["seed"] * seeded))
         if same and last["step"] == header["steps"]:
-            differ = differences(c, header["settings"])
-            return f"{last['val_loss']:.3f}" + "*" * bool(differ), f"{folder}: {', '.join(differ)}" if differ else ""
+            differ = ", ".join(f"{k}={v}" for k, v in differences(header["settings"], c, NOT_MEASURED).items())
+            return f"{last['val_loss']:.3f}" + "*" * bool(differ), f"{folder}: {differ}" if differ else ""
     return "", ""
 
 
@@ -271,13 +266,13 @@ def cells(b, names):
 def settings_of(c):
     """What makes a run what it is, less the defaults: {name: value}."""
     defaults = dataclasses.asdict(TrainConfig())
-    return {k: v for k, v in dataclasses.asdict(c).items() if k not in MAY_CHANGE - {"max_iters", "cell"} and defaults[k] != v}
+    return {k: v for k, v in dataclasses.asdict(c).items() if k not in NOT_MEASURED - {"cell"} and defaults[k] != v}
 
 
 def record(run):
     """What results/tiny.json holds of a finished run; None where it is not finished, or has other settings."""
     c, log = cell(*run), read_log(cell(*run).run_dir)
-    if log is None or log[1]["step"] != c.steps or differences(c, log[0]["settings"]):
+    if log is None or log[1]["step"] != c.steps or differences(log[0]["settings"], c, NOT_MEASURED):
         return None
     header, last, seconds = log
     measured = {k: last[k] for k in ("val_loss", "val_loss_at_depth", "val_loss_leaky", "routing_disagreement") if k in last}

@@ -356,12 +356,15 @@ def move_aside(folder):
     print(f"moved the run that was in {folder} to {aside}")
 
 
+def differences(saved, c, free=MAY_CHANGE):
+    """The saved settings that make a run another than c, but for those that are free to change: {name: saved value}."""
+    return {k: saved[k] for k, v in dataclasses.asdict(c).items() if k not in free and k in saved and saved[k] != v}
+
+
 def check_same_run(saved, c):
     """Raise ConfigError where a run's saved settings and today's would make two different runs of it."""
-    now = dataclasses.asdict(c)
-    changed = [k for k in now if k not in MAY_CHANGE and k in saved and saved[k] != now[k]]
-    if changed:
-        was = ", ".join(f"{k}={saved[k]} (now {now[k]})" for k in changed)
+    if changed := differences(saved, c):
+        was = ", ".join(f"{k}={v} (now {getattr(c, k)})" for k, v in changed.items())
         raise ConfigError(f"{c.run_dir} holds a run with {was}; choose another --out_dir, or --fresh to move it aside")
 
 
