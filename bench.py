@@ -173,6 +173,14 @@ CONTROLS = ["dense_micro --cell=dense_micro_2 --n_prelude=2",
             "grt_micro --cell=grt_micro_half_bias1 --half_identity --gate_bias=1",
             "ladder_1_prelude_coda_micro --match=train_flops",
             "grt_micro --cell=grt_micro_half --half_identity --match=train_flops"]
+# What becomes of the gate in four times the tokens and at a quarter of the learning rate, with the first seed
+LONGER = ["grt_micro --cell=grt_micro_slow --learning_rate=3e-3",
+          "grt_micro --budget=4",
+          "grt_micro --cell=grt_micro_slow --learning_rate=3e-3 --budget=4",
+          "ladder_1_prelude_coda_micro --cell=ladder_1_micro_slow --learning_rate=3e-3 --budget=4",
+          "looped_micro --cell=looped_micro_slow --learning_rate=3e-3 --budget=4",
+          "dense_micro --cell=dense_micro_slow --learning_rate=3e-3 --budget=4",
+          "dense_micro --cell=dense_micro_2_slow --n_prelude=2 --learning_rate=3e-3 --budget=4"]
 RESULTS = Path("results/tiny.json")
 NOT_MEASURED = MAY_CHANGE - {"max_iters", "eval_tokens"}      # settings that leave a finished run's loss what it is
 TRAIN_ALONE = ("--eval_depths", "--eval_interval=1000000", "--device=cpu", "--dtype=float32", "--compile=False")
@@ -185,6 +193,7 @@ def tiny_runs(seeds):
     lines = [f"{system}_micro --cell={system}_micro_lr{rate} --learning_rate={rate} --budget=0.5{first}"
              for rate in RATES for system in SYSTEMS if float(rate) != cell(f"{system}_micro").learning_rate]
     lines += [run + first for run in REPEATED + CONTROLS] + [run + seed for seed in others for run in REPEATED]
+    lines += [run + first for run in LONGER]
     for budget in ("", " --budget=0.5", " --budget=2"):
         for scale in TINY_SCALES:
             lines += [f"{system}_{scale}{budget}{first}" for system in SYSTEMS] + [f"grt_{scale} --match=train_flops{budget}{first}"]
@@ -687,17 +696,20 @@ def nine_cells(records):
     return markdown(rows, ["", *(f"{scale} {budget:g}×" for scale in TINY_SCALES for budget in BUDGETS)])
 
 
-def middle_scale(records):
-    """The middle scale's standard budget: every system and control, with its spread over seeds."""
+def middle_scale(records, runs=(*REPEATED, *CONTROLS)):
+    """The middle scale: its systems and controls at the standard budget, or other runs of it, with their spread over seeds."""
     dense, rows = select(records, "dense_micro"), []
-    for run in REPEATED + CONTROLS:
+    for run in runs:
         c = cell(*run.split())
-        found = select(records, c.cell, 1.0, c.match)
+        found = select(records, c.cell, c.budget, c.match)
         if found and dense:
             depths = [spread([at_depth(r, d) for r in found]) if c.n_core else "" for d in (1, c.recurrence // 2)]
             rows.append([f"`{run}`", c.layout, f"{found[0]['parameters']:,}", f"{found[0]['train_flops'] / dense[0]['train_flops']:.2f}",
-                         losses(records, c.cell, 1.0, c.match), *depths])
-    return markdown(rows, ["run", "layout", "parameters", "training FLOPs of dense", "loss", "at one step", "at half the steps"])
+                         losses(records, c.cell, c.budget, c.match), *depths])
+    return markdown(rows, ["run", "layout", "parameters", "training FLOPs of `dense_micro`", "loss", "at one step", "at half the steps"])
+
+
+def longer(records): return middle_scale(records, LONGER)
 
 
 def learning_rates(records):
@@ -768,7 +780,7 @@ def results(b, names):
     records = read_results()
     if not records:
         raise ConfigError(f"{RESULTS}: nothing there; python bench.py cells --scale=tiny --run trains it")
-    for title, show_table in (("Nine cells", nine_cells), ("Middle scale", middle_scale), ("Learning rates", learning_rates),
+    for title, show_table in (("Nine cells", nine_cells), ("Middle scale", middle_scale), ("Longer and slower", longer), ("Learning rates", learning_rates),
                               ("Worth of a step", worth_of_depth)):
         print(f"{title}\n\n{show_table(records)}\n")
     if b.svg:

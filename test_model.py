@@ -1751,7 +1751,7 @@ def test_tables_in_the_readme():
     """Every table that the README has from results/tiny.json is what `bench.py results` makes of the file."""
     records, readme = json.loads((HERE / "results" / "tiny.json").read_text()), (HERE / "README.md").read_text()
     assert len(records) > 50
-    for make_table in (bench.nine_cells, bench.middle_scale, bench.learning_rates, bench.worth_of_depth):
+    for make_table in (bench.nine_cells, bench.middle_scale, bench.longer, bench.learning_rates, bench.worth_of_depth):
         assert make_table(records) in readme, make_table.__name__
 
 
