@@ -181,6 +181,8 @@ LONGER = ["grt_micro --cell=grt_micro_slow --learning_rate=3e-3",
           "looped_micro --cell=looped_micro_slow --learning_rate=3e-3 --budget=4",
           "dense_micro --cell=dense_micro_slow --learning_rate=3e-3 --budget=4",
           "dense_micro --cell=dense_micro_2_slow --n_prelude=2 --learning_rate=3e-3 --budget=4"]
+# Every system at equal tokens, and at equal training FLOPs; looped costs what dense does.
+TINY_SCALE = [*(f"{system}_tiny" for system in SYSTEMS), *(f"{system}_tiny --match=train_flops" for system in SYSTEMS[2:])]
 RESULTS = Path("results/tiny.json")
 NOT_MEASURED = MAY_CHANGE - {"max_iters", "eval_tokens"}      # settings that leave a finished run's loss what it is
 TRAIN_ALONE = ("--eval_depths", "--eval_interval=1000000", "--device=cpu", "--dtype=float32", "--compile=False")
@@ -198,7 +200,7 @@ def tiny_runs(seeds):
         for scale in TINY_SCALES:
             lines += [f"{system}_{scale}{budget}{first}" for system in SYSTEMS] + [f"grt_{scale} --match=train_flops{budget}{first}"]
         if budget == "":
-            lines += [f"{system}_tiny --match=train_flops{first}" for system in ("mor", "poisson")]     # looped costs what dense does
+            lines += [run + first for run in TINY_SCALE]
     return [tuple(line.split()) for line in dict.fromkeys(lines)]
 
 
@@ -696,20 +698,18 @@ def nine_cells(records):
     return markdown(rows, ["", *(f"{scale} {budget:g}×" for scale in TINY_SCALES for budget in BUDGETS)])
 
 
-def middle_scale(records, runs=(*REPEATED, *CONTROLS)):
-    """The middle scale: its systems and controls at the standard budget, or other runs of it, with their spread over seeds."""
-    dense, rows = select(records, "dense_micro"), []
+def by_run(records, runs):
+    """What each run stores, costs and reaches, with the spread over seeds; training FLOPs are those of the scale's dense
+    cell at its standard budget."""
+    rows = []
     for run in runs:
         c = cell(*run.split())
-        found = select(records, c.cell, c.budget, c.match)
+        found, dense = select(records, c.cell, c.budget, c.match), select(records, c.reference)
         if found and dense:
             depths = [spread([at_depth(r, d) for r in found]) if c.n_core else "" for d in (1, c.recurrence // 2)]
             rows.append([f"`{run}`", c.layout, f"{found[0]['parameters']:,}", f"{found[0]['train_flops'] / dense[0]['train_flops']:.2f}",
                          losses(records, c.cell, c.budget, c.match), *depths])
-    return markdown(rows, ["run", "layout", "parameters", "training FLOPs of `dense_micro`", "loss", "at one step", "at half the steps"])
-
-
-def longer(records): return middle_scale(records, LONGER)
+    return markdown(rows, ["run", "layout", "parameters", "training FLOPs of dense", "loss", "at one step", "at half the steps"])
 
 
 def learning_rates(records):
@@ -775,13 +775,19 @@ def fit_depth(points, variance):
     return PHI[best.argmin()], inside[0], inside[-1], math.sqrt(best.min() / len(loss))
 
 
+TABLES = {"Scales and budgets": nine_cells, "Learning rates": learning_rates,
+          "The middle scale": functools.partial(by_run, runs=REPEATED + CONTROLS),
+          "The tiny scale": functools.partial(by_run, runs=TINY_SCALE),
+          "Longer and slower": functools.partial(by_run, runs=LONGER),
+          "Worth of a step": worth_of_depth}
+
+
 def results(b, names):
     """Every table that the README has from results/tiny.json, as Markdown, and the picture."""
     records = read_results()
     if not records:
         raise ConfigError(f"{RESULTS}: nothing there; python bench.py cells --scale=tiny --run trains it")
-    for title, show_table in (("Nine cells", nine_cells), ("Middle scale", middle_scale), ("Longer and slower", longer), ("Learning rates", learning_rates),
-                              ("Worth of a step", worth_of_depth)):
+    for title, show_table in TABLES.items():
         print(f"{title}\n\n{show_table(records)}\n")
     if b.svg:
         draw_cells(records, b.svg)
@@ -910,19 +916,19 @@ def decoded(model, x, y, kv="full", recurrence=None, exit_kl=None):
 def bench_quality(b, names):
     """Every token reads what the cache kept of the ones before it: loss, how often the likeliest token is the one that the
     full cache gives, and the steps a token took."""
-    model, dataset, device = next(iter(open_runs(b, "quality").values()))
-    T, c = model.config.block_size, model.config
-    x, y = (torch.cat(parts) for parts in zip(*validation_windows(dataset, T, 64, device)))
-    full, found = decoded(model, x, y), []
-    tries = [({"kv": kv}, f"kv={kv}") for kv in (KVCache.SHARING if c.variant != "mor" else ["full"])]
-    tries += [({"recurrence": r}, f"recurrence={r}") for r in range(1, c.recurrence)]
-    tries += [({"exit_kl": float(t)}, f"exit_kl={t}") for t in b.exit_kl.split(",")] if c.variant != "mor" else []
-    for how, label in tries:
-        loss, best, steps = decoded(model, x, y, **how)
-        found.append({"how": label, "loss": round(loss, 4), "change": round(loss - full[0], 4),
-                      "same token": (best == full[1]).float().mean().item(), "steps": steps})
-    show(b, found, f"{b.run}: {len(x)} validation windows of {T} tokens, one token at a time. "
-         "same token: the likeliest next token is the full cache's.")
+    found = []
+    for name, (model, dataset, device) in open_runs(b, "quality").items():
+        c = model.config
+        x, y = (torch.cat(parts) for parts in zip(*validation_windows(dataset, c.block_size, 64, device)))
+        full = decoded(model, x, y)
+        tries = [({"kv": kv}, f"kv={kv}") for kv in (KVCache.SHARING if c.variant != "mor" else ["full"])]
+        tries += [({"recurrence": r}, f"recurrence={r}") for r in range(1, c.recurrence)]
+        tries += [({"exit_kl": float(t)}, f"exit_kl={t}") for t in b.exit_kl.split(",")] if c.variant != "mor" else []
+        for how, label in tries:
+            loss, best, steps = decoded(model, x, y, **how)
+            found.append({"run": name, "how": label, "loss": round(loss, 4), "change": round(loss - full[0], 4),
+                          "same token": (best == full[1]).float().mean().item(), "steps": steps})
+    show(b, found, "64 validation windows, one token at a time. same token: the likeliest next token is the full cache's.")
 
 
 @torch.inference_mode()

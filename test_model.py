@@ -1710,8 +1710,16 @@ def test_comparison_trains_what_is_missing(work, monkeypatch, capsys):
 
 
 def test_comparison_is_stopped_and_continued(work, monkeypatch, capsys):
-    """SIGTERM to the comparison: its trainings save and stop, and the same command goes on from there."""
+    """SIGTERM to the comparison: its trainings save and stop, and the same command goes on from there. A terminal's Ctrl-C,
+    which goes to a process group, would reach them by the comparison alone: a second signal would make them stop unsaved."""
     small_comparison(monkeypatch)
+    groups, popen = [], subprocess.Popen
+
+    def started(*args, **more):
+        child = popen(*args, **more)
+        groups.append(os.getpgid(child.pid))
+        return child
+    monkeypatch.setattr(bench.subprocess, "Popen", started)
     long = [run + ("--max_iters=100000", "--log_interval=1") for run in bench.tiny_runs(())[:1]]
     monkeypatch.setattr(bench, "tiny_runs", lambda seeds: long)
     log_file = Path("out/grt_micro-seed0/log.jsonl")
@@ -1722,6 +1730,7 @@ def test_comparison_is_stopped_and_continued(work, monkeypatch, capsys):
         os.kill(os.getpid(), signal.SIGTERM)
     threading.Thread(target=stop).start()
     assert status(bench.main, ["cells", "--scale=tiny", "--run", "--workers=1"]) == 130
+    assert len(groups) == 1 and groups[0] != os.getpgid(0)
     reached = checkpoint("out/grt_micro-seed0")["step"]
     assert 3 <= reached < 100000 and "saved in" in Path("out/grt_micro-seed0/console.txt").read_text()
     shorter = [long[0][:-2] + (f"--max_iters={reached + 2}", "--log_interval=1")]
@@ -1751,8 +1760,8 @@ def test_tables_in_the_readme():
     """Every table that the README has from results/tiny.json is what `bench.py results` makes of the file."""
     records, readme = json.loads((HERE / "results" / "tiny.json").read_text()), (HERE / "README.md").read_text()
     assert len(records) > 50
-    for make_table in (bench.nine_cells, bench.middle_scale, bench.longer, bench.learning_rates, bench.worth_of_depth):
-        assert make_table(records) in readme, make_table.__name__
+    for title, make_table in bench.TABLES.items():
+        assert make_table(records) in readme, title
 
 
 def entry(cell_name, loss, **more):
@@ -1767,7 +1776,7 @@ def test_tables_from_records():
     rows = {line.split(" | ")[0]: line for line in bench.nine_cells(records).splitlines()}
     assert len(rows) == 2 + 5 + 3
     assert rows["| grt"] == "| grt | – | – | – | – | 1.600 (1.500 to 1.700) | 9.000 | – | – | – |"
-    assert "| `grt_micro` | 1+1×6+1 | 10 | 1.00 | 1.600 (1.500 to 1.700) | 2.600 (2.500 to 2.700) | 3.600 (3.500 to 3.700) |" in bench.middle_scale(records)
+    assert "| `grt_micro` | 1+1×6+1 | 10 | 1.00 | 1.600 (1.500 to 1.700) | 2.600 (2.500 to 2.700) | 3.600 (3.500 to 3.700) |" in bench.TABLES["The middle scale"](records)
 
 
 def test_worth_of_a_step():

@@ -294,9 +294,9 @@ class Log:
                     entry = json.loads(line)
                     if "settings" in entry or entry.get("step", 0) < start:
                         kept.append(line)
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        os.replace(temporary, self.path)
+        file = open(f"{self.path}.tmp", "w")
+        file.write("".join(line + "\n" for line in kept))
+        publish(file, self.path)
         self.write(header | ({"resumed_at": start} if start else {}))
 
     def write(self, entry):
