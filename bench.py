@@ -184,7 +184,7 @@ LONGER = ["grt_micro --cell=grt_micro_slow --learning_rate=3e-3",
 # Every system at equal tokens, and at equal training FLOPs; looped costs what dense does.
 TINY_SCALE = [*(f"{system}_tiny" for system in SYSTEMS), *(f"{system}_tiny --match=train_flops" for system in SYSTEMS[2:])]
 RESULTS = Path("results/tiny.json")
-NOT_MEASURED = MAY_CHANGE - {"max_iters", "eval_tokens"}      # settings that leave a finished run's loss what it is
+WITHOUT_EFFECT = MAY_CHANGE - {"max_iters", "eval_tokens"}      # settings that leave a finished run's loss what it is
 TRAIN_ALONE = ("--eval_depths", "--eval_interval=1000000", "--device=cpu", "--dtype=float32", "--compile=False")
 
 
@@ -236,7 +236,7 @@ def our_value(c, logs, seeded):
     for folder, (header, last, _) in logs.items():
         same = all(header["settings"][k] == getattr(c, k) for k in ("cell", "budget", "match", *["seed"] * seeded))
         if same and last["step"] == header["steps"]:
-            differ = ", ".join(f"{k}={v}" for k, v in differences(header["settings"], c, NOT_MEASURED).items())
+            differ = ", ".join(f"{k}={v}" for k, v in differences(header["settings"], c, WITHOUT_EFFECT).items())
             return f"{last['val_loss']:.3f}" + "*" * bool(differ), f"{folder}: {differ}" if differ else ""
     return "", ""
 
@@ -277,13 +277,13 @@ def cells(b, names):
 def settings_of(c):
     """What makes a run what it is, less the defaults: {name: value}."""
     defaults = dataclasses.asdict(TrainConfig())
-    return {k: v for k, v in dataclasses.asdict(c).items() if k not in NOT_MEASURED - {"cell"} and defaults[k] != v}
+    return {k: v for k, v in dataclasses.asdict(c).items() if k not in WITHOUT_EFFECT - {"cell"} and defaults[k] != v}
 
 
 def record(run):
     """What results/tiny.json holds of a finished run; None where it is not finished, or has other settings."""
     c, log = cell(*run), read_log(cell(*run).run_dir)
-    if log is None or log[1]["step"] != c.steps or differences(log[0]["settings"], c, NOT_MEASURED):
+    if log is None or log[1]["step"] != c.steps or differences(log[0]["settings"], c, WITHOUT_EFFECT):
         return None
     header, last, seconds = log
     measured = {k: last[k] for k in ("val_loss", "val_loss_at_depth", "val_loss_leaky", "routing_disagreement") if k in last}
