@@ -40,7 +40,7 @@ import torch.nn.functional as F
 import config
 from config import ConfigError
 from model import CheckpointError, Gated, KVCache, ModelError, Transformer, from_checkpoint, load_checkpoint
-from prepare import DataError, open_dataset, publish
+from prepare import DataError, open_dataset, publish_text
 from train import (MAY_CHANGE, TrainConfig, checkpoint_path, differences, find_autocast, find_device, load_windows,
                    low_precision, make_optimizer, peak_flops, wants_compile)
 
@@ -182,7 +182,7 @@ LONGER = ["grt_micro --cell=grt_micro_slow --learning_rate=3e-3",
           "dense_micro --cell=dense_micro_slow --learning_rate=3e-3 --budget=4",
           "dense_micro --cell=dense_micro_2_slow --n_prelude=2 --learning_rate=3e-3 --budget=4"]
 # Every system at equal tokens, and at equal training FLOPs; looped costs what dense does.
-TINY_SCALE = [*(f"{system}_tiny" for system in SYSTEMS), *(f"{system}_tiny --match=train_flops" for system in SYSTEMS[2:])]
+FIVE_TINY = [*(f"{system}_tiny" for system in SYSTEMS), *(f"{system}_tiny --match=train_flops" for system in SYSTEMS[2:])]
 RESULTS = Path("results/tiny.json")
 WITHOUT_EFFECT = MAY_CHANGE - {"max_iters", "eval_tokens"}      # settings that leave a finished run's loss what it is
 TRAIN_ALONE = ("--eval_depths", "--eval_interval=1000000", "--device=cpu", "--dtype=float32", "--compile=False")
@@ -195,12 +195,10 @@ def tiny_runs(seeds):
     lines = [f"{system}_micro --cell={system}_micro_lr{rate} --learning_rate={rate} --budget=0.5{first}"
              for rate in RATES for system in SYSTEMS if float(rate) != cell(f"{system}_micro").learning_rate]
     lines += [run + first for run in REPEATED + CONTROLS] + [run + seed for seed in others for run in REPEATED]
-    lines += [run + first for run in LONGER]
+    lines += [run + first for run in LONGER + FIVE_TINY]
     for budget in ("", " --budget=0.5", " --budget=2"):
         for scale in TINY_SCALES:
             lines += [f"{system}_{scale}{budget}{first}" for system in SYSTEMS] + [f"grt_{scale} --match=train_flops{budget}{first}"]
-        if budget == "":
-            lines += [run + first for run in TINY_SCALE]
     return [tuple(line.split()) for line in dict.fromkeys(lines)]
 
 
@@ -301,9 +299,7 @@ def save_results(runs):
     records |= {command(run): found for run in runs if (found := record(run))}
     RESULTS.parent.mkdir(exist_ok=True)
     ordered = [*(records[c] for c in settings if c in records), *(r for c, r in records.items() if c not in settings)]
-    file = open(f"{RESULTS}.tmp", "w")
-    file.write("[\n" + ",\n".join(json.dumps(r) for r in ordered) + "\n]\n")
-    publish(file, RESULTS)
+    publish_text("[\n" + ",\n".join(json.dumps(r) for r in ordered) + "\n]\n", RESULTS)
     return [run for run in runs if command(run) not in records]
 
 
@@ -708,7 +704,7 @@ def by_run(records, runs):
         if found and dense:
             depths = [spread([at_depth(r, d) for r in found]) if c.n_core else "" for d in (1, c.recurrence // 2)]
             rows.append([f"`{run}`", c.layout, f"{found[0]['parameters']:,}", f"{found[0]['train_flops'] / dense[0]['train_flops']:.2f}",
-                         losses(records, c.cell, c.budget, c.match), *depths])
+                         spread([r["val_loss"] for r in found]), *depths])
     return markdown(rows, ["run", "layout", "parameters", "training FLOPs of dense", "loss", "at one step", "at half the steps"])
 
 
@@ -777,7 +773,7 @@ def fit_depth(points, variance):
 
 TABLES = {"Scales and budgets": nine_cells, "Learning rates": learning_rates,
           "The middle scale": functools.partial(by_run, runs=REPEATED + CONTROLS),
-          "The tiny scale": functools.partial(by_run, runs=TINY_SCALE),
+          "The tiny scale": functools.partial(by_run, runs=FIVE_TINY),
           "Longer and slower": functools.partial(by_run, runs=LONGER),
           "Worth of a step": worth_of_depth}
 

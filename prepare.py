@@ -259,10 +259,14 @@ def publish(f, path):
         os.close(folder)
 
 
-def write_json(path, value):
-    f = open(path + ".tmp", "w", encoding="utf-8")
-    json.dump(value, f, indent=1)
+def publish_text(text, path):
+    """The same for the whole text of a file."""
+    f = open(f"{path}.tmp", "w", encoding="utf-8")
+    f.write(text)
     publish(f, path)
+
+
+def write_json(path, value): publish_text(json.dumps(value, indent=1), path)
 
 
 def read_json(path):

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import config
 from config import ConfigError
 from model import CheckpointError, ModelConfig, Transformer, fold, load_checkpoint, sample_depth
-from prepare import DataError, open_dataset, publish, shuffled
+from prepare import DataError, open_dataset, publish, publish_text, shuffled
 
 
 @dataclass(frozen=True)
@@ -294,9 +294,7 @@ class Log:
                     entry = json.loads(line)
                     if "settings" in entry or entry.get("step", 0) < start:
                         kept.append(line)
-        file = open(f"{self.path}.tmp", "w")
-        file.write("".join(line + "\n" for line in kept))
-        publish(file, self.path)
+        publish_text("".join(line + "\n" for line in kept), self.path)
         self.write(header | ({"resumed_at": start} if start else {}))
 
     def write(self, entry):
