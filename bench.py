@@ -570,7 +570,7 @@ def decoder(c, b, device, kv):
     @torch.inference_mode()
     def prefill():
         cache.reset()
-        model(prompt, cache=cache, want="last")
+        model.prefill(prompt, cache)
         if wants_compile(b.compile, device):
             cache.freeze()
 

@@ -202,7 +202,7 @@ class Slot(NamedTuple):
         if keep is not None:
             self.kept[:, where] = keep
             mask = causal_mask(torch.arange(end, device=k.device)[where], end, self.kept[:, :end])
-        if end == k.shape[2]:               # a prompt sees itself as in training, whatever the cache keeps
+        if end == k.shape[2]:               # a first pass sees itself as in training, whatever the cache keeps
             return k, v, mask
         return self.keys[:, :, :end], self.values[:, :, :end], mask
 
@@ -210,9 +210,10 @@ class Slot(NamedTuple):
 class KVCache:
     """Keys and values of the text so far, in static buffers of S = `size` positions; `length` tokens are held. Step r of
     core block i has keys unlike those of every other step; `sharing` says what R steps leave behind. All modes but full are
-    approximations: a new token reads older tokens' shared keys; a prompt is read exactly. A forward pass takes its slots
-    from `open` and reads them up to its last token, whose position is a Python number. After `freeze` it reads all S
-    positions under a mask and finds its own in the tensor `position`: the same graph for every token, fit to be compiled."""
+    approximations: tokens read shared keys, but for the first pass, a prompt's first piece, which reads its own exactly. A
+    forward pass takes its slots from `open` and reads them up to its last token, whose position is a Python number. After
+    `freeze` it reads all S positions under a mask and finds its own in the tensor `position`: the same graph for every
+    token, fit to be compiled."""
     # what step r's keys weigh against those that earlier steps left in the same slot
     SHARING = {"full": lambda r: 1.0,                  # no slot is shared, each executed block has its own: exact
                "mean": lambda r: 1 / (r + 1),          # one slot a block, the mean over the steps so far
@@ -439,6 +440,8 @@ class Transformer(nn.Module):
         embeddings, linear layers        N(0, σ²)
         attn.out, mlp.down               N(0, (σ / √(2n))²): the branches add up along the residual stream
         biases, LayerNorms               0, 1;  gate_out.bias = gate_bias"""
+    prefill_chunk = 128     # tokens of a prompt read at once: what the paper's serving table reads, and all it needs memory for
+
     def __init__(self, config):
         super().__init__()
         c = self.config = config
@@ -513,9 +516,11 @@ class Transformer(nn.Module):
                     context = context[:, -(c.block_size // 2 or 1):]
                     if cached:
                         cache.reset()
-                if not cached or cache.length == 0:
-                    logits = self(context, recurrence=depth, cache=cache, want="last")[0]
-                    if cached and compile:
+                if not cached:
+                    logits = self(context, recurrence=depth, want="last")[0]
+                elif cache.length == 0:
+                    logits = self.prefill(context, cache)
+                    if compile:
                         cache.freeze()
                 elif exit_kl is None:
                     logits = decode(context[:, -1:].clone(), cache)
@@ -527,6 +532,14 @@ class Transformer(nn.Module):
                 yield token
         finally:
             self.train(training)
+
+    def prefill(self, idx, cache):
+        """Logits [B, 1, V] after a prompt [B, T] on top of what the cache holds, read in pieces: a pass needs memory for
+        its tokens' activations, and generation needs little else beside weights and cache."""
+        *most, last = idx.split(self.prefill_chunk, dim=1)
+        for part in most:
+            self(part, recurrence=cache.recurrence, cache=cache, want="none")
+        return self(last, recurrence=cache.recurrence, cache=cache, want="last")[0]
 
     def decode(self, token, cache):
         """Logits [B, 1, V] after one more token [B, 1] on top of those in the cache."""

@@ -1156,6 +1156,27 @@ def test_every_way_to_fill_the_cache_is_exact(variant):
             model(x[:, :1], recurrence=depth, cache=cache)
 
 
+@each_variant
+def test_a_long_prompt_is_read_in_pieces(variant, monkeypatch):
+    """No pass of a generation reads more than prefill_chunk tokens, also where the window has slid, and only the last
+    piece of a prompt goes through the head; the text is that of one pass over everything."""
+    model, seen = make(tiny(variant), scale=0.3), []
+    forward = model.forward
+    monkeypatch.setattr(model, "prefill_chunk", 4)
+    monkeypatch.setattr(model, "forward", lambda idx, **how: seen.append((idx.shape[1], how["want"])) or forward(idx, **how))
+    x = text(model.config, T=9)
+    got = model.generate(x, 6, temperature=0)
+    T = model.config.block_size
+    slid = [(4, "none"), (2, "last")]                       # 9 + 4 tokens are one too many: the last 6 are read again
+    assert seen == [(4, "none"), (4, "none"), (1, "last")] + [(1, "last")] * (T - 9) + slid + [(1, "last")], seen
+    monkeypatch.undo()
+    assert torch.equal(got, slow_continuation(model, x, 6))
+    pieces, whole = KVCache(model.config, 2, dtype=torch.float64), KVCache(model.config, 2, dtype=torch.float64)
+    model.prefill_chunk = 4
+    assert torch.allclose(model.prefill(x, pieces)[:, 0], model(x, cache=whole)[0][:, -1], atol=1e-10)
+    assert torch.allclose(pieces.keys, whole.keys, atol=1e-10) and torch.allclose(pieces.values, whole.values, atol=1e-10)
+
+
 @each_loop
 def test_shared_caches(variant):
     """FAULTS 15: with one step every sharing mode is exact; with more, the others are smaller approximations that agree
