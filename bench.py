@@ -72,6 +72,7 @@ class BenchConfig:
     compile: Optional[bool] = None             # None compiles on CUDA
     rounds: int = 5                            # train, decode: timed rounds
     batch_size: int = 1                        # train, decode: sequences side by side
+    block_size: Optional[int] = None           # train: tokens in a sequence; None is the cell's own
     context: int = 128                         # decode: tokens of text before and after the measured ones
     new_tokens: int = 32                       # decode: tokens timed in each round
     kv: str = "full"                           # decode: what the cache keeps of the R steps; "all" compares the four
@@ -511,32 +512,35 @@ def bench_train(b, names):
     device = find_device(b.device)
     names = names or ["dense_small", "grt_small"]
     peak = peak_flops(device)
+    configs = {name: cell(name, *([] if b.block_size is None else [f"--block_size={b.block_size}"])) for name in names}
     steps, rows = {}, []
-    for name in names:
-        c = cell(name)
+    for name, c in configs.items():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         step, model = train_step(c, b, device)
         with fresh_compile_cache():
             first = timed(step, device)
-            timed(step, device)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         steps[name] = step, bare(model, b.batch_size, c.block_size, backward=True), first, graphs
+    for step, *_ in steps.values():
+        step()                      # the reset for a later cell's first step dropped the graphs of those before it
     times = {(name, kind): [] for name in names for kind in (0, 1)}
     for _ in range(b.rounds):
         for name, kind in times:
             times[name, kind].append(timed(steps[name][kind], device))
-    for name in names:
-        c, (seconds, floor) = cell(name), (statistics.median(times[name, kind]) for kind in (0, 1))
+    firsts = {name: step[2:] for name, step in steps.items()}
+    del steps, step, model      # before a fresh process needs as much memory
+    for name, c in configs.items():
+        seconds, floor = (statistics.median(times[name, kind]) for kind in (0, 1))
         tokens = b.batch_size * c.block_size
         flops = 3 * tokens * c.flops_per_token()
         rows.append({"cell": name, "tokens/s": tokens / seconds, "GFLOP/s": flops / seconds / 1e9,
-                     "floor GFLOP/s": flops / floor / 1e9, "of floor": floor / seconds, "first s": steps[name][2], "graphs": steps[name][3],
-                     "MFU": flops / seconds / peak if peak else None, "peak MB": (apart(train_memory, c, b, device) or 0) / 1e6,
-                     "counted MB": train_counted(c, b.batch_size) / 1e6})
+                     "floor GFLOP/s": flops / floor / 1e9, "of floor": floor / seconds,
+                     "first s": firsts[name][0], "graphs": firsts[name][1], "MFU": flops / seconds / peak if peak else None,
+                     "peak MB": (apart(train_memory, c, b, device) or 0) / 1e6, "counted MB": train_counted(c, b.batch_size) / 1e6})
     for row in rows:
         row["of first"] = row["GFLOP/s"] / rows[0]["GFLOP/s"]
-    show(b, rows, f"Training at full depth on {describe(device)}, {b.batch_size} × block_size tokens a step, AdamW included"
+    show(b, rows, f"Training at full depth on {describe(device)}, {b.batch_size} × {b.block_size or 'block_size'} tokens a step, AdamW included"
          f"{', compiled' if wants_compile(b.compile, device) else ''}. floor: the step's bare matrix products and attention calls.")
 
 

@@ -1548,9 +1548,12 @@ def test_bench_measures(capsys):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(r["cell"], r["kv"]) for r in rows] == [("dense_tiny", "full")] + [("grt_tiny", kv) for kv in KVCache.SHARING]
     assert all(r["ms/token"] > 0 and r["weights MB"] + r["cache MB"] == pytest.approx(r["counted MB"]) for r in rows)
-    assert status(bench.main, ["train", "grt_tiny", "--rounds=1", "--json"]) == 0
-    [row] = json.loads(capsys.readouterr().out)["rows"]
-    assert row["graphs"] == 0 and row["of first"] == 1 and row["GFLOP/s"] > 0
+    assert status(bench.main, ["train", "grt_tiny", "dense_tiny", "--block_size=8", "--rounds=1", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [r["cell"] for r in rows] == ["grt_tiny", "dense_tiny"] and rows[0]["of first"] == 1
+    for r in rows:
+        flops = 3 * config.load(train.TrainConfig, [r["cell"], "--block_size=8"]).flops_per_token()
+        assert r["graphs"] == 0 and r["GFLOP/s"] * 1e9 == pytest.approx(r["tokens/s"] * flops)
 
 
 def test_bench_quality(work, capsys):
