@@ -523,9 +523,9 @@ class Transformer(nn.Module):
                     if compile:
                         cache.freeze()
                 elif exit_kl is None:
-                    logits = decode(context[:, -1:].clone(), cache)
+                    logits = decode(token[:, None], cache)
                 else:
-                    logits, steps = self.exit_early(context[:, -1:], cache, exit_kl)
+                    logits, steps = self.exit_early(token[:, None], cache, exit_kl)
                     depths.append(steps)
                 token = choose(logits[:, -1, :n_vocab].float(), temperature, top_k, generator)
                 context = torch.cat((context, token[:, None]), dim=1)
@@ -546,8 +546,10 @@ class Transformer(nn.Module):
         return self(token, recurrence=cache.recurrence, cache=cache, want="last")[0]
 
     def compiled_decode(self):
-        """`decode` as one graph, for a frozen cache; on CUDA replayed as a CUDA graph."""
-        return torch.compile(self.decode, fullgraph=True, mode="reduce-overhead" if self.wte.weight.is_cuda else None)
+        """`decode` as one graph, for a frozen cache, whose depth, sharing and batch it is made for; on CUDA replayed as a
+        CUDA graph."""
+        torch._dynamo.config.cache_size_limit = 64      # 8 of those in a process would be an error; 2.6's name, kept as an alias
+        return torch.compile(self.decode, fullgraph=True, dynamic=False, mode="reduce-overhead" if self.wte.weight.is_cuda else None)
 
     def exit_early(self, token, cache, exit_kl):
         """As `decode`, but a row stops looping when KL(p_r || p_{r-1}) < exit_kl, p_r the next token's distribution after

@@ -1218,6 +1218,21 @@ def test_compiled_decoding(monkeypatch):
         assert torch.equal(got, slow_continuation(model, text(model.config, T=5), 20)), variant
 
 
+@needs_compiler
+def test_compiled_decoding_of_many_kinds(monkeypatch):
+    """Depths, batches and sharings follow each other in one process: each has its graph, and the tokens are the uncompiled
+    ones. A changed depth must not become a symbol, nor nine kinds meet the compiler's limit of eight."""
+    with watched_compiler(monkeypatch, "eager") as graphs:
+        dense = make(tiny("dense"), dtype=torch.float32)
+        assert dense.generate(text(dense.config, T=5), 20, temperature=0, compile=True).shape == (2, 25) and graphs() == 1
+        model = make(tiny("grt"), scale=0.4, dtype=torch.float32)
+        kinds = [dict(recurrence=r) for r in range(1, 7)] + [dict(kv=kv) for kv in ("mean", "first", "last")]
+        for made, (B, kind) in enumerate([(2, kind) for kind in kinds] + [(1, {}), (3, {})], start=2):
+            idx = text(model.config, B=B, T=5)
+            got = model.generate(idx, 20, temperature=0, compile=True, **kind)
+            assert torch.equal(got, model.generate(idx, 20, temperature=0, **kind)) and graphs() == made, kind
+
+
 @each_variant
 def test_the_future_is_not_seen(variant):
     """FAULTS 16: changing token t changes no logit before t, and some logit from t on, at every depth; rows of a batch do
