@@ -231,9 +231,10 @@ class KVCache:
         core = [(p + (r * s + i) % n, self.SHARING[sharing](r)) for r in range(R) for i in range(s)]
         # for every executed block, in order, its slot and the weight of what it writes
         self.map = [(i, 1.0) for i in range(p)] + core + [(p + n + i, 1.0) for i in range(c.n_coda)]
-        shape = (p + n + c.n_coda, batch_size, c.n_head, self.size, c.n_embd // c.n_head)
-        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        self.kept = torch.zeros(*shape[:2], self.size if c.variant == "mor" else 0, device=device, dtype=torch.bool)
+        # a tensor per slot: of views of one, a compiled step would copy the whole cache to write a token
+        buffers = lambda *shape, dtype=dtype: [torch.zeros(shape, device=device, dtype=dtype) for _ in range(p + n + c.n_coda)]
+        self.keys, self.values = (buffers(batch_size, c.n_head, self.size, c.n_embd // c.n_head) for _ in range(2))
+        self.kept = buffers(batch_size, self.size if c.variant == "mor" else 0, dtype=torch.bool)
         self.position = torch.zeros(1, device=device, dtype=torch.long)
 
     def open(self, T):
@@ -244,7 +245,7 @@ class KVCache:
         else:
             start, end = self.length, self.length + T
             need(end <= self.size, f"the cache holds {self.size} tokens; {start} + {T} do not fit")
-            where, positions, self.length = slice(start, end), torch.arange(start, end, device=self.keys.device), end
+            where, positions, self.length = slice(start, end), torch.arange(start, end, device=self.position.device), end
         mask = causal_mask(positions, end) if self.frozen or 1 < T < end else None
         return positions, (Slot(self.keys[i], self.values[i], self.kept[i], w, where, end, mask) for i, w in self.map)
 
@@ -253,10 +254,10 @@ class KVCache:
     def freeze(self):
         """From here on one token a pass, at `position`, which the pass moves on."""
         self.frozen = True
-        for buffer in (self.keys, self.values, self.position.fill_(self.length)):
+        for buffer in (*self.keys, *self.values, *self.kept, self.position.fill_(self.length)):
             torch._dynamo.mark_static_address(buffer)      # CUDA graphs may write to it
 
-    def num_bytes(self): return sum(b.numel() * b.element_size() for b in (self.keys, self.values, self.kept))
+    def num_bytes(self): return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values, *self.kept))
 
 
 class Looped(nn.Module):
@@ -569,9 +570,11 @@ class Transformer(nn.Module):
                 break
             before = p
         ran = torch.arange(R, device=token.device)[:, None].minimum(steps - 1)      # [R, B]: each step, or the last that ran
-        for buffer in cache.keys, cache.values:             # a skipped step has the keys and values of the last that ran
-            new = buffer[c.n_prelude:len(buffer) - c.n_coda, ..., cache.length - 1, :].unflatten(0, (R, c.n_core))
-            new.copy_(new.take_along_dim(ran[:, None, :, None, None], dim=0))       # [R, n_core, B, H, D/H]
+        for buffers in cache.keys, cache.values:            # a skipped step has the keys and values of the last that ran
+            for i in range(c.n_prelude, c.n_prelude + c.n_core):
+                mine = [b[:, :, cache.length - 1] for b in buffers[i:len(buffers) - c.n_coda:c.n_core]]     # R × [B, H, D/H]
+                for old, new in zip(mine, torch.stack(mine).take_along_dim(ran[:, :, None, None], dim=0)):
+                    old.copy_(new)
         return logits, steps
 
     def generate(self, idx, max_new_tokens, **how):

@@ -1174,7 +1174,8 @@ def test_a_long_prompt_is_read_in_pieces(variant, monkeypatch):
     pieces, whole = KVCache(model.config, 2, dtype=torch.float64), KVCache(model.config, 2, dtype=torch.float64)
     model.prefill_chunk = 4
     assert torch.allclose(model.prefill(x, pieces)[:, 0], model(x, cache=whole)[0][:, -1], atol=1e-10)
-    assert torch.allclose(pieces.keys, whole.keys, atol=1e-10) and torch.allclose(pieces.values, whole.values, atol=1e-10)
+    for mine, theirs in (pieces.keys, whole.keys), (pieces.values, whole.values):
+        assert torch.allclose(torch.stack(mine), torch.stack(theirs), atol=1e-10)
 
 
 @each_loop
@@ -1382,8 +1383,8 @@ def test_what_a_shared_slot_holds(sharing):
         core = torch.stack(new[1:-1]).view(c.recurrence, c.n_core, *new[0].shape)
         want = {"full": core.flatten(0, 1), "mean": core.mean(dim=0), "first": core[0], "last": core[-1]}[sharing]
         want = torch.cat((new[0][None], want, new[-1][None]))
-        assert torch.allclose(cache.keys[:, :, :, start:start + T], want, atol=1e-6)
-        assert torch.allclose(cache.values[:, :, :, start:start + T], -want, atol=1e-6)
+        assert torch.allclose(torch.stack(cache.keys)[..., start:start + T, :], want, atol=1e-6)
+        assert torch.allclose(torch.stack(cache.values)[..., start:start + T, :], -want, atol=1e-6)
     assert cache.length == 6
 
 
@@ -1425,14 +1426,14 @@ def test_early_exit(variant):
 
     plain, _, cache = decode(None)
     logits, steps, exact = decode(0.0)
-    assert torch.allclose(plain, logits, atol=1e-12) and torch.allclose(cache.keys, exact.keys, atol=1e-12)
+    assert torch.allclose(plain, logits, atol=1e-12) and torch.allclose(torch.stack(cache.keys), torch.stack(exact.keys), atol=1e-12)
     assert steps.tolist() == [c.recurrence] * 2
     if variant == "dense":
         return
     logits, steps, cache = decode(math.inf)
     assert steps.tolist() == [2, 2]
     assert torch.allclose(logits, cut_to(2), atol=1e-12)
-    core = cache.keys[c.n_prelude:c.n_prelude + c.n_core * c.recurrence, :, :, 5].unflatten(0, (c.recurrence, c.n_core))
+    core = torch.stack(cache.keys[c.n_prelude:-c.n_coda])[..., 5, :].unflatten(0, (c.recurrence, c.n_core))
     assert torch.equal(core[2], core[1]) and torch.equal(core[3], core[1]) and not torch.equal(core[1], core[0])
     # a threshold between the two rows' divergences at step 2: one leaves, one stays
     threshold = F.kl_div(cut_to(1).log_softmax(-1), cut_to(2).log_softmax(-1), log_target=True, reduction="none").sum(-1).mean().item()
