@@ -41,8 +41,8 @@ import config
 from config import ConfigError
 from model import CheckpointError, Gated, KVCache, ModelError, Transformer, from_checkpoint, load_checkpoint
 from prepare import DataError, open_dataset, publish_text
-from train import (MAY_CHANGE, TrainConfig, checkpoint_path, differences, find_autocast, find_device, load_windows,
-                   low_precision, make_optimizer, peak_flops, wants_compile)
+from train import (MAY_CHANGE, TrainConfig, checkpoint_path, differences, find_autocast, find_device, has_compiler,
+                   load_windows, low_precision, make_optimizer, peak_flops, wants_compile)
 
 SYSTEMS = ("dense", "looped", "mor", "poisson", "grt")
 LADDER = ("ladder_0_looped", "ladder_1_prelude_coda", "ladder_2_noise", "ladder_3_anchor", "ladder_4_gate")
@@ -69,7 +69,7 @@ class BenchConfig:
     json: bool = False                         # print JSON instead of a table
     device: str = "auto"                       # auto, cpu, cuda, cuda:1, mps
     dtype: str = "auto"                        # auto, float32 or bfloat16; auto is bfloat16 on GPUs that have it
-    compile: Optional[bool] = None             # None compiles on CUDA
+    compile: Optional[bool] = None             # None compiles on CUDA; decode: wherever there is a compiler
     rounds: int = 5                            # train, decode: timed rounds
     batch_size: int = 1                        # train, decode: sequences side by side
     block_size: Optional[int] = None           # train: tokens in a sequence; None is the cell's own
@@ -572,13 +572,13 @@ def decoder(c, b, device, kv):
     model = new_model(c, device, model_dtype(b, device)).eval()
     cache = KVCache(c, b.batch_size, b.context + max(b.new_tokens, WARM_UP), None, device, model.dtype, kv)
     prompt = torch.randint(c.vocab_size, (b.batch_size, b.context), device=device)
-    decode = model.compiled_decode() if wants_compile(b.compile, device) else model.decode
+    decode = model.compiled_decode() if b.compile else model.decode
 
     @torch.inference_mode()
     def prefill():
         cache.reset()
         model.prefill(prompt, cache)
-        if wants_compile(b.compile, device):
+        if b.compile:
             cache.freeze()
 
     @torch.inference_mode()
@@ -592,8 +592,10 @@ def decoder(c, b, device, kv):
 
 
 def decode_memory(c, b, device, kv):
-    """Peak bytes of a prompt and a few tokens more, weights and cache included."""
+    """Peak bytes of a prompt and a few tokens more, weights and cache included. On a CPU not compiled: there the compiler's
+    own memory would count."""
     warm_up(device)
+    b = dataclasses.replace(b, compile=b.compile and device.type == "cuda")
 
     def work():
         model, cache, prefill, step, _ = decoder(c, b, device, kv)
@@ -606,6 +608,7 @@ def decode_memory(c, b, device, kv):
 
 def bench_decode(b, names):
     device = find_device(b.device)
+    b = dataclasses.replace(b, compile=device.type != "mps" and has_compiler(device) if b.compile is None else wants_compile(b.compile, device))
     names = names or ["dense_small", "grt_small"]
     what = [(name, kv) for name in names for kv in (KVCache.SHARING if b.kv == "all" and cell(name).recurrence > 1 else
                                                     ["full" if b.kv == "all" or cell(name).recurrence == 1 else b.kv])]
@@ -640,8 +643,9 @@ def bench_decode(b, names):
         row["peak MB"] = (apart(decode_memory, cell(key[0]), b, device, key[1]) or 0) / 1e6
         row["rest MB"] = row["peak MB"] - row["counted MB"]
     show(b, rows, f"Decoding on {describe(device)}, {str(model_dtype(b, device))[6:]}, batch {b.batch_size}, after {b.context} tokens"
-         f"{', compiled' if wants_compile(b.compile, device) else ''}. floor: the step's bare matrix products and attention calls; "
-         "no cache: how many times longer a token takes without it. counted: weights and cache.")
+         f"{', compiled' if b.compile else ''}. floor: the step's bare matrix products and attention calls; "
+         "no cache: how many times longer a token takes without it. counted: weights and cache"
+         f"{'; peak: not compiled' if b.compile and device.type == 'cpu' else ''}.")
 
 
 def show(b, rows, title):

@@ -19,7 +19,7 @@ import config
 from config import ConfigError
 from model import CheckpointError, KVCache, ModelError, from_checkpoint, load_checkpoint
 from prepare import DataError, get_tokenizer
-from train import checkpoint_path, find_device, low_precision
+from train import checkpoint_path, find_device, low_precision, wants_compile
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def read_prompt(c):
 def sample(c):
     path = checkpoint_path(c.run) if c.run else newest_checkpoint()
     device = find_device(c.device)
+    compile = wants_compile(c.compile, device)
     checkpoint = load_checkpoint(path, device)
     tokenizer = get_tokenizer(checkpoint["tokenizer"])
     model = from_checkpoint(checkpoint)
@@ -91,7 +92,7 @@ def sample(c):
     show = lambda data, final=False: print(decoder.decode(data, final), end="", flush=True)
     show(prompt.encode())
     for tokens in model.stream(idx, c.max_new_tokens, c.temperature, c.top_k, recurrence, tokenizer.n_vocab, c.seed,
-                               kv=c.kv, exit_kl=c.exit_kl, compile=c.compile, depths=depths):
+                               kv=c.kv, exit_kl=c.exit_kl, compile=compile, depths=depths):
         for i, token in enumerate(tokens.tolist()):
             ended[i] = ended[i] or token == tokenizer.eot_token
             if not ended[i]:

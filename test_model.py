@@ -734,7 +734,7 @@ def test_every_window_once_an_epoch(corpus):
 
 # -- compilation
 
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(not train.has_compiler(torch.device("cpu")), reason="no C++ compiler")
 
 
 @contextlib.contextmanager
@@ -786,6 +786,18 @@ def test_a_compiled_run_meets_no_limit(variant, work, monkeypatch):
         assert 1 <= before <= graphs() <= before + (variant == "poisson") <= 24        # its depths above 8 have one more
     run(variant, "eager", eval_depths=True, batch_size=4)
     assert [e["loss"] for e in log()[0][:3]] == pytest.approx([e["loss"] for e in log("eager")[0][:3]], abs=1e-4)
+
+
+def test_without_a_compiler(work, monkeypatch, capsys):
+    """Where torch.compile has no C++ compiler, asking for it is one line; bench.py decode does without."""
+    assert run(max_iters=1) == 0
+    monkeypatch.setattr(train.shutil, "which", lambda name: None)
+    for main, words in (train.main, flags("grt", "other", compile=True)), (sample.main, ["--run=run", "--device=cpu", "--compile"]), (bench.main, ["decode", "--device=cpu", "--compile"]):
+        capsys.readouterr()
+        assert status(main, words) == 2 and capsys.readouterr().err == (
+            "error: compile: no C++ compiler is here; install one, or name it in the environment's CXX\n")
+    assert status(bench.main, ["decode", "grt_tiny", "--device=cpu", "--context=8", "--new_tokens=2", "--rounds=1"]) == 0
+    assert "compiled" not in capsys.readouterr().out
 
 
 @needs_compiler
@@ -1560,7 +1572,7 @@ def test_bench_cells_reads_runs(work, capsys):
 
 def test_bench_measures(capsys):
     """train and decode run and report what they promise; no figure is checked here."""
-    assert status(bench.main, ["decode", "dense_tiny", "grt_tiny", "--kv=all", "--context=8", "--new_tokens=2", "--rounds=1", "--json"]) == 0
+    assert status(bench.main, ["decode", "dense_tiny", "grt_tiny", "--kv=all", "--context=8", "--new_tokens=2", "--rounds=1", "--compile=False", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(r["cell"], r["kv"]) for r in rows] == [("dense_tiny", "full")] + [("grt_tiny", kv) for kv in KVCache.SHARING]
     assert all(r["ms/token"] > 0 and r["weights MB"] + r["cache MB"] == pytest.approx(r["counted MB"]) for r in rows)

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,8 +167,16 @@ def low_precision(dtype, device):
     return dtype == "bfloat16"
 
 
+def has_compiler(device):
+    """Whether torch.compile can work here: for a CPU it writes C++."""
+    return device.type != "cpu" or any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl")))
+
+
 def wants_compile(compile, device):
-    """What a `compile` setting means on this device: None compiles on CUDA, where it pays."""
+    """What a `compile` setting means on this device: None compiles on CUDA, where it pays. Raises ConfigError where it
+    cannot."""
+    if compile and not has_compiler(device):
+        raise ConfigError("compile: no C++ compiler is here; install one, or name it in the environment's CXX")
     return device.type == "cuda" if compile is None else compile
 
 
