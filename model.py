@@ -511,7 +511,7 @@ class Transformer(nn.Module):
         self.eval()
         try:
             cache = KVCache(c, len(idx), None, depth, idx.device, self.dtype, kv) if cached else None
-            context, generator = idx[:, -c.block_size:], torch.Generator(idx.device).manual_seed(seed)
+            context, token, generator = idx[:, -c.block_size:], None, torch.Generator(idx.device).manual_seed(seed)
             for _ in range(max_new_tokens):
                 if context.shape[1] > c.block_size:
                     context = context[:, -(c.block_size // 2 or 1):]

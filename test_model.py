@@ -792,7 +792,8 @@ def test_without_a_compiler(work, monkeypatch, capsys):
     """Where torch.compile has no C++ compiler, asking for it is one line; bench.py decode does without."""
     assert run(max_iters=1) == 0
     monkeypatch.setattr(train.shutil, "which", lambda name: None)
-    for main, words in (train.main, flags("grt", "other", compile=True)), (sample.main, ["--run=run", "--device=cpu", "--compile"]), (bench.main, ["decode", "--device=cpu", "--compile"]):
+    for main, words in ((train.main, flags("grt", "other", compile=True)), (sample.main, ["--run=run", "--device=cpu", "--compile"]),
+                        (bench.main, ["decode", "--device=cpu", "--compile"])):
         capsys.readouterr()
         assert status(main, words) == 2 and capsys.readouterr().err == (
             "error: compile: no C++ compiler is here; install one, or name it in the environment's CXX\n")
