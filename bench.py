@@ -41,7 +41,7 @@ import config
 from config import ConfigError
 from model import CheckpointError, Gated, KVCache, ModelError, Transformer, from_checkpoint, load_checkpoint
 from prepare import DataError, open_dataset, publish_text
-from train import (MAY_CHANGE, TrainConfig, checkpoint_path, differences, find_autocast, find_device, has_compiler,
+from train import (MAY_CHANGE, TrainConfig, checkpoint_path, differences, find_autocast, find_device, has_compiler, keep_freed_memory,
                    load_windows, low_precision, make_optimizer, peak_flops, wants_compile)
 
 SYSTEMS = ("dense", "looped", "mor", "poisson", "grt")
@@ -471,6 +471,7 @@ def model_dtype(b, device):
 
 def train_step(c, b, device):
     """A function that takes one optimizer step at full depth on random tokens, and its model."""
+    keep_freed_memory(device)
     model = new_model(c, device, torch.float32).train()
     if wants_compile(b.compile, device):
         model.compile_regions()
