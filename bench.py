@@ -41,8 +41,8 @@ import config
 from config import ConfigError
 from model import CheckpointError, Gated, KVCache, ModelError, Transformer, from_checkpoint, load_checkpoint
 from prepare import DataError, open_dataset, publish_text
-from train import (MAY_CHANGE, TrainConfig, checkpoint_path, differences, find_autocast, find_device, has_compiler, keep_freed_memory,
-                   load_windows, low_precision, make_optimizer, peak_flops, wants_compile)
+from train import (MAY_CHANGE, TrainConfig, checkpoint_path, differences, find_autocast, find_device, has_compiler,
+                   keep_freed_memory, load_windows, low_precision, make_optimizer, peak_flops, wants_compile)
 
 SYSTEMS = ("dense", "looped", "mor", "poisson", "grt")
 LADDER = ("ladder_0_looped", "ladder_1_prelude_coda", "ladder_2_noise", "ladder_3_anchor", "ladder_4_gate")

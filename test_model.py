@@ -17,6 +17,7 @@ import json
 import math
 import os
 import pickle
+import platform
 import random
 import re
 import shutil
@@ -1473,6 +1474,22 @@ def test_one_graph_decodes_a_text(variant, monkeypatch):
     with watched_compiler(monkeypatch) as graphs:
         assert torch.equal(model.generate(idx, 15, temperature=0, compile=True), model.generate(idx, 15, temperature=0))
         assert graphs() == 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the setting")
+def test_freed_memory_is_not_faulted_in_again():
+    """32 MB taken and freed again and again, first until the heap has room: ten further times fault in less than once
+    its 8,192 pages of 4 KB."""
+    program = """if True:
+        import resource, torch, train
+        train.keep_freed_memory(torch.device("cpu"))
+        faults = []
+        for _ in range(21):
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+            torch.ones(8 << 20)
+        print(faults[20] - faults[10])"""
+    faults = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60).stdout)
+    assert faults < 4096
 
 
 @pytest.mark.parametrize("variant", LOOPS)
