@@ -42,7 +42,7 @@ from config import ConfigError
 from model import CheckpointError, Gated, KVCache, ModelError, Transformer, from_checkpoint, load_checkpoint
 from prepare import DataError, open_dataset, publish_text
 from train import (MAY_CHANGE, TrainConfig, checkpoint_path, differences, find_autocast, find_device, has_compiler,
-                   keep_freed_memory, load_windows, low_precision, make_optimizer, peak_flops, wants_compile)
+                   keep_freed_memory, load_windows, low_precision, make_optimizer, peak_flops, wants_compile, weights_cast)
 
 SYSTEMS = ("dense", "looped", "mor", "poisson", "grt")
 LADDER = ("ladder_0_looped", "ladder_1_prelude_coda", "ladder_2_noise", "ladder_3_anchor", "ladder_4_gate")
@@ -479,9 +479,10 @@ def train_step(c, b, device):
     x = torch.randint(c.vocab_size, (b.batch_size, c.block_size + 1), device=device)
 
     def step():
-        with autocast():
-            loss = model(x[:, :-1], x[:, 1:], want="none")[1]
-        loss.backward()
+        with weights_cast(model, b.dtype, device):
+            with autocast():
+                loss = model(x[:, :-1], x[:, 1:], want="none")[1]
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

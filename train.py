@@ -196,6 +196,22 @@ def find_autocast(dtype, device):
     return lambda: torch.autocast(device.type, torch.bfloat16) if low else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def weights_cast(model, dtype, device):
+    """Within, where a `dtype` setting means bfloat16, linear layers hold their matrices in it, cast once here: by autocast
+    each call of a compiled block, a graph of its own, would cast anew, R times a pass. Gradients go back through the cast
+    to the parameters, so a backward pass belongs inside; whatever reads model.parameters() does not."""
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)] if low_precision(dtype, device) else []
+    weights = [m.weight for m in linears]
+    for m in linears:
+        m._parameters["weight"] = m.weight.to(torch.bfloat16)
+    try:
+        yield
+    finally:
+        for m, weight in zip(linears, weights):
+            m._parameters["weight"] = weight
+
+
 def peak_flops(device):
     """The device's peak in operations per second, None where it is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -235,14 +251,15 @@ def evaluate(model, stream, c, device, ranks=Ranks(0, 0, 1), recurrence=None, st
     training, autocast = model.training, find_autocast(c.dtype, device)
     model.eval()
     total = torch.zeros(3, dtype=torch.float64)     # nats, windows, ranks that were told to stop
-    for first in range(ranks.rank * c.batch_size, n, ranks.world * c.batch_size):
-        if stopping():
-            total[2] = 1
-            break
-        x, y = load_windows(stream, [i * T for i in range(first, min(first + c.batch_size, n))], T, device)
-        with autocast():
-            loss = model(x, y, recurrence=recurrence, want="none")[1]
-        total += torch.tensor([loss.item() * len(x), len(x), 0], dtype=torch.float64)
+    with weights_cast(model, c.dtype, device):
+        for first in range(ranks.rank * c.batch_size, n, ranks.world * c.batch_size):
+            if stopping():
+                total[2] = 1
+                break
+            x, y = load_windows(stream, [i * T for i in range(first, min(first + c.batch_size, n))], T, device)
+            with autocast():
+                loss = model(x, y, recurrence=recurrence, want="none")[1]
+            total += torch.tensor([loss.item() * len(x), len(x), 0], dtype=torch.float64)
     model.train(training)
     total = all_sum(total, device, ranks)
     return None if total[2] else (total[0] / total[1]).item()
@@ -516,15 +533,16 @@ def train(c, should_stop=lambda: False):
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss_sum = torch.zeros((), device=device)
-        for k in range(accumulation):
-            micro = k * ranks.world + ranks.rank
-            x, y = training_batch(dataset.train, c, step, micro, device)
-            torch.manual_seed(fold(c.seed, step, micro))                    # noise and dropout
-            with ddp.no_sync() if ddp is not model and k < accumulation - 1 else contextlib.nullcontext():
-                with autocast():
-                    loss = ddp(x, y, recurrence=depth, want="none")[1] / accumulation
-                loss.backward()
-            loss_sum += loss.detach()
+        with weights_cast(model, c.dtype, device):
+            for k in range(accumulation):
+                micro = k * ranks.world + ranks.rank
+                x, y = training_batch(dataset.train, c, step, micro, device)
+                torch.manual_seed(fold(c.seed, step, micro))                    # noise and dropout
+                with ddp.no_sync() if ddp is not model and k < accumulation - 1 else contextlib.nullcontext():
+                    with autocast():
+                        loss = ddp(x, y, recurrence=depth, want="none")[1] / accumulation
+                    loss.backward()
+                loss_sum += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf).item()
         if math.isfinite(norm):
             optimizer.step()
