@@ -505,8 +505,8 @@ class Transformer(nn.Module):
         token: its last half becomes the new context, read from position 0."""
         c, depth, depths = self.config, self.depth(recurrence), [] if depths is None else depths
         need(idx.dim() == 2 and idx.shape[1] > 0, f"a prompt needs at least one token: idx is {list(idx.shape)}, not [B, T]")
-        need(exit_kl is None or cached and not compile and kv == "full" and c.variant != "mor",
-             "exit_kl needs the full cache, an uncompiled step, and a model whose steps hold all tokens")
+        need(exit_kl is None or cached and not compile and kv == "full" and c.variant != "mor" and depth > 0,
+             "exit_kl needs the full cache, an uncompiled step, a core step to run, and a model whose steps hold all tokens")
         training, decode = self.training, self.compiled_decode() if compile else self.decode
         self.eval()
         try:

@@ -967,7 +967,7 @@ def test_a_full_disk_while_saving(work, capsys):
 
 
 @needs_full_disk
-@pytest.mark.parametrize("name", ["log.jsonl.tmp", "config.json", "best.pt.tmp"])
+@pytest.mark.parametrize("name", ["log.jsonl.tmp", "config.json.tmp", "best.pt.tmp"])
 def test_a_full_disk_elsewhere(name, work, capsys):
     """FAULTS 6: no space for the log, the settings or the best checkpoint is one line and status 2 as well."""
     Path("run").mkdir()
@@ -1477,7 +1477,8 @@ def test_early_exit(variant):
 
 
 def test_generation_refuses_what_it_cannot_do():
-    for variant, how in ("mor", dict(exit_kl=1e-3)), ("mor", dict(kv="mean")), ("grt", dict(exit_kl=1e-3, kv="last")), ("grt", dict(kv="mode")):
+    for variant, how in ("mor", dict(exit_kl=1e-3)), ("mor", dict(kv="mean")), ("grt", dict(exit_kl=1e-3, kv="last")), ("grt", dict(kv="mode")), \
+            ("grt", dict(exit_kl=1e-3, recurrence=0)):
         model = make(tiny(variant))
         with pytest.raises(ValueError, match="exit_kl|kv="):
             model.generate(text(model.config, T=3), 3, **how)

@@ -493,7 +493,7 @@ def train(c, should_stop=lambda: False):
     peak = peak_flops(device)
     if main:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.json").write_text(json.dumps(dataclasses.asdict(c), indent=1) + "\n")
+        publish_text(json.dumps(dataclasses.asdict(c), indent=1) + "\n", run_dir / "config.json")
         log = Log(c, start, {
             "settings": dataclasses.asdict(c), "steps": steps, "parameters": parameters["total"], "commit": git_commit(),
             "data_hash": dataset.hash, "tokenizer": dataset.tokenizer, "processes": ranks.world, "device": str(device),
