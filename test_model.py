@@ -1477,8 +1477,8 @@ def test_early_exit(variant):
 
 
 def test_generation_refuses_what_it_cannot_do():
-    for variant, how in ("mor", dict(exit_kl=1e-3)), ("mor", dict(kv="mean")), ("grt", dict(exit_kl=1e-3, kv="last")), ("grt", dict(kv="mode")), \
-            ("grt", dict(exit_kl=1e-3, recurrence=0)):
+    for variant, how in (("mor", dict(exit_kl=1e-3)), ("mor", dict(kv="mean")), ("grt", dict(exit_kl=1e-3, kv="last")),
+                         ("grt", dict(exit_kl=1e-3, recurrence=0)), ("grt", dict(kv="mode"))):
         model = make(tiny(variant))
         with pytest.raises(ValueError, match="exit_kl|kv="):
             model.generate(text(model.config, T=3), 3, **how)

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import config
 from config import ConfigError
 from model import CheckpointError, ModelConfig, Transformer, fold, load_checkpoint, sample_depth
-from prepare import DataError, open_dataset, publish, publish_text, shuffled
+from prepare import DataError, open_dataset, publish, publish_text, shuffled, write_json
 
 
 @dataclass(frozen=True)
@@ -493,7 +493,7 @@ def train(c, should_stop=lambda: False):
     peak = peak_flops(device)
     if main:
         run_dir.mkdir(parents=True, exist_ok=True)
-        publish_text(json.dumps(dataclasses.asdict(c), indent=1) + "\n", run_dir / "config.json")
+        write_json(run_dir / "config.json", dataclasses.asdict(c))
         log = Log(c, start, {
             "settings": dataclasses.asdict(c), "steps": steps, "parameters": parameters["total"], "commit": git_commit(),
             "data_hash": dataset.hash, "tokenizer": dataset.tokenizer, "processes": ranks.world, "device": str(device),
