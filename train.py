@@ -624,6 +624,7 @@ def main(argv=None):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+            time.sleep(0.1)     # gloo's threads outlive it: one that still frees a tensor while Python exits aborts the process
     if signals:
         sys.exit(128 + signals[0])
 
