@@ -64,7 +64,7 @@ class BenchConfig:
     scale: str = ""                            # cells: tiny, small, medium or large alone; "" is the paper's three
     tokens_per_second: Optional[float] = None  # cells: what dense_small trains at on one GPU; prices every cell in GPU-hours
     run: Union[str, bool] = ""                 # cells: train what is missing; quality, depth, anatomy: a trained run's folder
-    seeds: str = "0,1,2"                       # cells --scale=tiny: the first for everything, all for the middle scale's standard budget
+    seeds: str = "0,1,2"                       # cells --scale=tiny: all for micro's standard budget, the first for everything
     workers: int = 2                           # cells --run: trainings side by side
     json: bool = False                         # print JSON instead of a table
     device: str = "auto"                       # auto, cpu, cuda, cuda:1, mps
@@ -85,7 +85,8 @@ def table(rows, titles):
     """Rows of cells as aligned text: names to the left, numbers to the right."""
     rows = [[str(cell) for cell in row] for row in [titles, *rows]]
     first, *others = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join([row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], others))]).rstrip() for row in rows)
+    lines = ("  ".join([row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], others))]) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def cell_names():
@@ -199,7 +200,8 @@ def tiny_runs(seeds):
     lines += [run + first for run in LONGER + FIVE_TINY]
     for budget in ("", " --budget=0.5", " --budget=2"):
         for scale in TINY_SCALES:
-            lines += [f"{system}_{scale}{budget}{first}" for system in SYSTEMS] + [f"grt_{scale} --match=train_flops{budget}{first}"]
+            lines += [f"{system}_{scale}{budget}{first}" for system in SYSTEMS]
+            lines += [f"grt_{scale} --match=train_flops{budget}{first}"]
     return [tuple(line.split()) for line in dict.fromkeys(lines)]
 
 
@@ -315,8 +317,8 @@ def run_tiny(b):
     runs = tiny_runs(b.seeds.split(","))
     corpus = open_dataset(cell(*runs[0]).dataset)       # prepared once, not by every worker
     if other := {r["data_hash"] for r in read_results()} - {corpus.hash}:
-        raise ConfigError(f"{RESULTS} holds runs on another corpus ({', '.join(other)}; here {corpus.hash}, for every Python has its "
-                          "own library): move it aside to train on yours")
+        raise ConfigError(f"{RESULTS} holds runs on another corpus ({', '.join(other)}; here {corpus.hash}, for every Python "
+                          "has its own library): move it aside to train on yours")
     missing = save_results(runs)
     print(f"{len(runs)} runs, {len(missing)} to train, {b.workers} at a time", flush=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // b.workers))}
@@ -542,11 +544,13 @@ def bench_train(b, names):
         rows.append({"cell": name, "tokens/s": tokens / seconds, "GFLOP/s": flops / seconds / 1e9,
                      "floor GFLOP/s": flops / floor / 1e9, "of floor": floor / seconds,
                      "first s": firsts[name][0], "graphs": firsts[name][1], "MFU": flops / seconds / peak if peak else None,
-                     "peak MB": (apart(train_memory, c, b, device) or 0) / 1e6, "counted MB": train_counted(c, b.batch_size) / 1e6})
+                     "peak MB": (apart(train_memory, c, b, device) or 0) / 1e6,
+                     "counted MB": train_counted(c, b.batch_size) / 1e6})
     for row in rows:
         row["of first"] = row["GFLOP/s"] / rows[0]["GFLOP/s"]
-    show(b, rows, f"Training at full depth on {describe(device)}, {b.batch_size} × {b.block_size or 'block_size'} tokens a step, AdamW included"
-         f"{', compiled' if wants_compile(b.compile, device) else ''}. floor: the step's bare matrix products and attention calls.")
+    show(b, rows, f"Training at full depth on {describe(device)}, {b.batch_size} × {b.block_size or 'block_size'} tokens a "
+         f"step, AdamW included{', compiled' if wants_compile(b.compile, device) else ''}. "
+         "floor: the step's bare matrix products and attention calls.")
 
 
 @contextlib.contextmanager
@@ -610,7 +614,8 @@ def decode_memory(c, b, device, kv):
 
 def bench_decode(b, names):
     device = find_device(b.device)
-    b = dataclasses.replace(b, compile=device.type != "mps" and has_compiler(device) if b.compile is None else wants_compile(b.compile, device))
+    compiled = device.type != "mps" and has_compiler(device) if b.compile is None else wants_compile(b.compile, device)
+    b = dataclasses.replace(b, compile=compiled)
     names = names or ["dense_small", "grt_small"]
     what = [(name, kv) for name in names for kv in (KVCache.SHARING if b.kv == "all" and cell(name).recurrence > 1 else
                                                     ["full" if b.kv == "all" or cell(name).recurrence == 1 else b.kv])]
@@ -644,8 +649,8 @@ def bench_decode(b, names):
     for row, key in zip(rows, what):
         row["peak MB"] = (apart(decode_memory, cell(key[0]), b, device, key[1]) or 0) / 1e6
         row["rest MB"] = row["peak MB"] - row["counted MB"]
-    show(b, rows, f"Decoding on {describe(device)}, {str(model_dtype(b, device))[6:]}, batch {b.batch_size}, after {b.context} tokens"
-         f"{', compiled' if b.compile else ''}. floor: the step's bare matrix products and attention calls; "
+    show(b, rows, f"Decoding on {describe(device)}, {str(model_dtype(b, device))[6:]}, batch {b.batch_size}, after {b.context} "
+         f"tokens{', compiled' if b.compile else ''}. floor: the step's bare matrix products and attention calls; "
          "no cache: how many times longer a token takes without it. counted: weights and cache"
          f"{'; peak: not compiled' if b.compile and device.type == 'cpu' else ''}.")
 
@@ -675,8 +680,8 @@ def describe(device):
 
 def select(records, cell_name, budget=1.0, match="tokens"):
     """The runs of one cell, one per seed."""
-    wanted = cell_name, budget, match
-    return [r for r in records if (r["settings"]["cell"], r["settings"].get("budget", 1.0), r["settings"].get("match", "tokens")) == wanted]
+    of = lambda s: (s["cell"], s.get("budget", 1.0), s.get("match", "tokens"))
+    return [r for r in records if of(r["settings"]) == (cell_name, budget, match)]
 
 
 def spread(values):
@@ -716,7 +721,8 @@ def by_run(records, runs):
         found, dense = select(records, c.cell, c.budget, c.match), select(records, c.reference)
         if found and dense:
             depths = [spread([at_depth(r, d) for r in found]) if c.n_core else "" for d in (1, c.recurrence // 2)]
-            rows.append([f"`{run}`", c.layout, f"{found[0]['parameters']:,}", f"{found[0]['train_flops'] / dense[0]['train_flops']:.2f}",
+            rows.append([f"`{run}`", c.layout, f"{found[0]['parameters']:,}",
+                         f"{found[0]['train_flops'] / dense[0]['train_flops']:.2f}",
                          spread([r["val_loss"] for r in found]), *depths])
     return markdown(rows, ["run", "layout", "parameters", "training FLOPs of dense", "loss", "at one step", "at half the steps"])
 
@@ -758,7 +764,9 @@ def worth_of_depth(records):
             rows.append([system, "–", "–", "–", len(points), theirs or ""])
             continue
         phi, low, high, error = fit_depth(np.array(points, dtype=float), variance)
-        interval = f"{low:.2f} to {high:.2f}" if (low, high) != (PHI[0], PHI[-1]) else f"the runs do not say ({low:.2f} to {high:.2f})"
+        interval = f"{low:.2f} to {high:.2f}"
+        if (low, high) == (PHI[0], PHI[-1]):
+            interval = f"the runs do not say ({interval})"
         rows.append([system, f"{phi:.2f}", interval, f"{error:.3f}", len(points), theirs or ""])
     return markdown(rows, ["", "φ", "interval", "root mean squared error", "runs", "Schwethelm et al."])
 
@@ -805,7 +813,8 @@ def results(b, names):
 # -- pictures
 
 # one colour and mark for a system everywhere: Okabe & Ito's, which people who see few colours tell apart
-STYLE = {"dense": ("#000000", "s"), "looped": ("#E69F00", "v"), "mor": ("#CC79A7", "D"), "poisson": ("#009E73", "^"), "grt": ("#0072B2", "o")}
+STYLE = {"dense": ("#000000", "s"), "looped": ("#E69F00", "v"), "mor": ("#CC79A7", "D"), "poisson": ("#009E73", "^"),
+         "grt": ("#0072B2", "o")}
 
 
 @contextlib.contextmanager
@@ -834,8 +843,9 @@ def draw_cells(records, path):
             key, scale = ("tokens", "train_flops")[row], TINY_SCALES[column]
             for system, (colour, mark) in STYLE.items():
                 for match, line, label in (("tokens", "-", system), ("train_flops", "--", None))[:row + 1]:
-                    found = [r for budget in map(float, BUDGETS) for r in select(records, f"{system}_{scale}", budget, match)[:1]]
-                    ax.plot([r[key] for r in found], [r["val_loss"] for r in found], color=colour, marker=mark, linestyle=line, label=label)
+                    found = [r for budget in BUDGETS for r in select(records, f"{system}_{scale}", float(budget), match)[:1]]
+                    ax.plot([r[key] for r in found], [r["val_loss"] for r in found], color=colour, marker=mark,
+                            linestyle=line, label=label)
             ax.set(xscale="log", xlabel=("training tokens", "training FLOPs")[row], ylabel="validation loss, nats per byte",
                    title="" if row else scale)
             runs = {r["tokens"] for b in map(float, BUDGETS) for r in select(records, f"dense_{scale}", b)}
@@ -871,8 +881,10 @@ def draw_anatomy(gated, path):
     with picture(path, 2) as axes:
         for (name, found), line in zip(gated.items(), itertools.cycle(("-", "--", ":", "-."))):
             means = found["gate_mean"]
-            axes[0].plot(range(1, len(means) + 1), means, color=STYLE["grt"][0], marker=STYLE["grt"][1], linestyle=line, label=name)
-        axes[0].set(xlabel="step", ylabel="mean gate", ylim=(-0.03, 1.03), xticks=list(steps), title="how much of the state is kept")
+            colour, mark = STYLE["grt"]
+            axes[0].plot(range(1, len(means) + 1), means, color=colour, marker=mark, linestyle=line, label=name)
+        axes[0].set(xlabel="step", ylabel="mean gate", ylim=(-0.03, 1.03), xticks=list(steps),
+                    title="how much of the state is kept")
         axes[0].legend(loc="lower right")
         image = axes[1].imshow(gated[first]["cka"], cmap="viridis", origin="lower")
         labels = ["prelude", *range(1, len(gated[first]["gate_mean"]) + 1)]
@@ -905,6 +917,12 @@ def validation_windows(dataset, T, n, device):
         yield load_windows(dataset.val, starts[i:i + 16], T, device)
 
 
+def decode_windows(model, dataset, device):
+    """Inputs and targets [64, T] for `decoded`."""
+    batches = validation_windows(dataset, model.config.block_size, 64, device)
+    return [torch.cat(parts) for parts in zip(*batches)]
+
+
 def decoded(model, x, y, kv="full", recurrence=None, exit_kl=None):
     """Teacher forcing one token at a time: (loss, likeliest tokens [T, B], steps a token took)."""
     B, T = x.shape
@@ -928,14 +946,14 @@ def bench_quality(b, names):
     found = []
     for name, (model, dataset, device) in open_runs(b, "quality").items():
         c = model.config
-        x, y = (torch.cat(parts) for parts in zip(*validation_windows(dataset, c.block_size, 64, device)))
+        x, y = decode_windows(model, dataset, device)
         full = decoded(model, x, y)
         tries = [({"kv": kv}, f"kv={kv}") for kv in (KVCache.SHARING if c.variant != "mor" else ["full"])]
         tries += [({"recurrence": r}, f"recurrence={r}") for r in range(1, c.recurrence)]
         tries += [({"exit_kl": float(t)}, f"exit_kl={t}") for t in b.exit_kl.split(",")] if c.variant != "mor" else []
         for how, label in tries:
             loss, best, steps = decoded(model, x, y, **how)
-            found.append({"run": name, "how": label, "loss": round(loss, 4), "change": round(loss - full[0], 4),
+            found.append({"run": name, "how": label, "loss": round(loss, 4), "change": round(loss - full[0], 4) + 0.0,
                           "same token": (best == full[1]).float().mean().item(), "steps": steps})
     show(b, found, "64 validation windows, one token at a time. same token: the likeliest next token is the full cache's.")
 
@@ -961,7 +979,7 @@ def bench_depth(b, names):
             if c.variant != "dense":
                 rows[r][f"{name} KL"] = kl
         if c.variant not in ("dense", "mor"):
-            x, y = (torch.cat(parts) for parts in zip(*validation_windows(dataset, c.block_size, 64, device)))
+            x, y = decode_windows(model, dataset, device)
             for threshold in b.exit_kl.split(","):
                 loss, _, steps = decoded(model, x, y, exit_kl=float(threshold))
                 exits.append({"run": name, "exit_kl": threshold, "steps": steps, "loss": loss})
@@ -1105,15 +1123,19 @@ def bench_anatomy(b, names):
             continue
         line = lambda values: " ".join(f"{v:.3f}" for v in values)
         lines = [(label, line(found[key]), PAPER_ANATOMY.get(key, "")) for key, label in (
-            ("loss_at_depth", "loss after 0..R steps"), ("gate_mean", "gate, mean by step"), ("gate_open", "share of it above 0.95"),
+            ("loss_at_depth", "loss after 0..R steps"),
+            ("gate_mean", "gate, mean by step"), ("gate_open", "share of it above 0.95"),
             ("gate_shut", "share of it below 0.05"), ("update_of_proposal", "‖h_r - h_{r-1}‖ / ‖o_r‖ by step"),
             ("effective_rank", "effective rank of h_0..h_R"), ("cosine_of_steps", "cosine of h_{r-1} and h_r")) if key in found]
         lines += [(key, f"{found[key]:.3f}", PAPER_ANATOMY.get(key, "")) for key in found if isinstance(found[key], float)]
-        lines += [(f"CKA of h_{r} with h_0..h_R", line(row), "" if r else PAPER_ANATOMY["cka"]) for r, row in enumerate(found["cka"])]
-        lines += [(f"gain by step, decile {i + 1} of difficulty", line(row), "") for i, row in enumerate(found["gain_by_decile"])]
+        lines += [(f"CKA of h_{r} with h_0..h_R", line(row), "" if r else PAPER_ANATOMY["cka"])
+                  for r, row in enumerate(found["cka"])]
+        lines += [(f"gain by step, decile {i} of difficulty", line(row), "") for i, row in enumerate(found["gain_by_decile"], 1)]
         width = max(len(label) for label, _, _ in lines)
         print(f"{name}: {model.config.variant} {model.config.layout}, {b.windows} validation windows")
-        print("\n".join(f"  {label.ljust(width)}  {values}" + f"   (paper: {paper})" * bool(paper) for label, values, paper in lines) + "\n")
+        for label, values, paper in lines:
+            print(f"  {label.ljust(width)}  {values}" + f"   (paper: {paper})" * bool(paper))
+        print()
     if b.json:
         print(json.dumps(everything, indent=1))
     if b.svg:
@@ -1149,6 +1171,9 @@ def main(argv=None):
             raise ConfigError(f"bench.py {argv[0]}: no such command; there are {', '.join(COMMANDS)}")
         flags, names = [a for a in argv[1:] if a.startswith("-")], [a for a in argv[1:] if not a.startswith("-")]
         COMMANDS[argv[0]](config.load(BenchConfig, flags, __doc__), [config.find(name).stem for name in names])
+        sys.stdout.flush()
+    except BrokenPipeError:               # python bench.py results | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ConfigError, DataError, CheckpointError, ModelError) as error:
         config.fail(error)
     except KeyboardInterrupt:

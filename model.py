@@ -549,8 +549,9 @@ class Transformer(nn.Module):
     def compiled_decode(self):
         """`decode` as one graph, for a frozen cache, whose depth, sharing and batch it is made for; on CUDA replayed as a
         CUDA graph."""
-        torch._dynamo.config.cache_size_limit = 64      # 8 of those in a process would be an error; 2.6's name, kept as an alias
-        return torch.compile(self.decode, fullgraph=True, dynamic=False, mode="reduce-overhead" if self.wte.weight.is_cuda else None)
+        torch._dynamo.config.cache_size_limit = 64      # 8 in a process would be an error; 2.6's name, kept as an alias
+        mode = "reduce-overhead" if self.wte.weight.is_cuda else None
+        return torch.compile(self.decode, fullgraph=True, dynamic=False, mode=mode)
 
     def exit_early(self, token, cache, exit_kl):
         """As `decode`, but a row stops looping when KL(p_r || p_{r-1}) < exit_kl, p_r the next token's distribution after

@@ -1388,7 +1388,7 @@ def test_sample_refuses_in_one_line(spoken, monkeypatch, capsys, tmp_path):
 
 
 def test_sample_as_a_program(spoken):
-    """Exit statuses and text of the program itself: bytes that are not UTF-8, a terminal that is not, a closed pipe."""
+    """Exit statuses and text of the program itself: bytes that are not UTF-8, a terminal that is not."""
     def program(*words, **env):
         command = [sys.executable, HERE / "sample.py", "--device=cpu", "--max_new_tokens=20", *words]
         return subprocess.run(command, cwd=spoken, env=os.environ | env, capture_output=True, timeout=300)
@@ -1396,6 +1396,17 @@ def test_sample_as_a_program(spoken):
     assert bad.returncode == 2 and bad.stderr.count(b"\n") == 1 and b"UTF-8" in bad.stderr
     ascii_only = program("--start=é", PYTHONIOENCODING="ascii")
     assert ascii_only.returncode == 0 and b"Traceback" not in ascii_only.stderr
+
+
+@pytest.mark.parametrize("words", [["sample.py", "--device=cpu", "--max_new_tokens=20"], ["bench.py", "count", "grt_tiny"]])
+def test_a_closed_pipe_is_no_error(words, spoken):
+    """As behind `| head`: a reader that went away ends the program without an error."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as gone:
+        done = subprocess.run([sys.executable, HERE / words[0], *words[1:]], cwd=spoken, stdout=gone, stderr=subprocess.PIPE,
+                              timeout=300)
+    assert done.returncode == 0 and b"Error" not in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------

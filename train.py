@@ -352,7 +352,8 @@ def git_commit():
     def git(*words):
         return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", "*.py") else "")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
+        return git("rev-parse", "--short", "HEAD") + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return None
 
