@@ -164,7 +164,8 @@ RATES = ("3e-3", "6e-3", "1.2e-2", "2.4e-2")      # the sweep that chose each sy
 # At the middle scale with every seed. Rung 1 of the ladder is looped with sampled depth; the last rung is grt_micro.
 REPEATED = [*(f"{system}_micro" for system in SYSTEMS), "grt_micro --match=train_flops", "ladder_1_prelude_coda_micro",
             "grt_micro --cell=grt_micro_half --half_identity"]
-# At the middle scale with the first seed. dense_micro_2 is what grt_micro would be without its core.
+# At the middle scale with the first seed. dense_micro_2 is what grt_micro would be without its core; std is GPT-2's initial
+# standard deviation, not scaled to the width.
 CONTROLS = ["dense_micro --cell=dense_micro_2 --n_prelude=2",
             "ladder_0_looped_micro",
             "ladder_2_noise_micro",
@@ -174,7 +175,9 @@ CONTROLS = ["dense_micro --cell=dense_micro_2 --n_prelude=2",
             "grt_micro --cell=grt_micro_bias1 --gate_bias=1",
             "grt_micro --cell=grt_micro_half_bias1 --half_identity --gate_bias=1",
             "ladder_1_prelude_coda_micro --match=train_flops",
-            "grt_micro --cell=grt_micro_half --half_identity --match=train_flops"]
+            "grt_micro --cell=grt_micro_half --half_identity --match=train_flops",
+            "dense_micro --cell=dense_micro_std --init_std=0.02",
+            "grt_micro --cell=grt_micro_std --init_std=0.02"]
 # What becomes of the gate in four times the tokens and at a quarter of the learning rate, with the first seed
 LONGER = ["grt_micro --cell=grt_micro_slow --learning_rate=3e-3",
           "grt_micro --budget=4",
