@@ -365,12 +365,12 @@ def run_tiny(b):
 
 
 def products(model, T):
-    """The weights [O, I] that a forward pass of T tokens multiplies by, in their order and each with its number of
-    tokens, None for an attention call: the work that no implementation of the model can leave out."""
-    c, found = model.config, []
+    """The weights [O, I] that a forward pass of T tokens multiplies by, in their order and each with its number of tokens
+    and whether training goes back through it, None for an attention call: the work that no implementation can leave out."""
+    c, found, gradient = model.config, [], True
 
     def add(weight, rows=T):
-        found.append((weight, rows))
+        found.append((weight, rows, gradient))
 
     def add_blocks(blocks, rows=T):
         for block in blocks:
@@ -382,10 +382,12 @@ def products(model, T):
         if "anchor" in name:
             add(weight)
     for step in range(c.recurrence):
+        gradient = step >= c.recurrence - model.rule.backprop_steps
         for name, weight in linear.items():
             if "anchor" not in name:
                 add(weight)
         add_blocks(model.core, model.rule.tokens_kept(c, step, T))
+    gradient = True
     add_blocks(model.coda)
     add(model.wte.weight)
     return found
@@ -395,21 +397,21 @@ def bare(model, B, T, past=0, backward=False):
     """A function that runs the bare products and attention calls of a step of T tokens, with `past` tokens in the cache."""
     c, work, device, dtype = model.config, products(model, T), model.wte.weight.device, model.dtype
     random = lambda *shape: torch.randn(shape, device=device, dtype=dtype)
-    shapes = {(w.shape, rows) for w, rows in work if w is not None}
+    shapes = {(w.shape, rows) for w, rows, _ in work if w is not None}
     x, g = ({(shape, rows): random(B * rows, shape[side]) for shape, rows in shapes} for side in (1, 0))
     heads = lambda n: random(B, c.n_head, n, c.n_embd // c.n_head).requires_grad_(backward)
-    qkv = {rows: (heads(rows), heads(past + rows), heads(past + rows)) for w, rows in work if w is None}
+    qkv = {rows: (heads(rows), heads(past + rows), heads(past + rows)) for w, rows, _ in work if w is None}
 
     def step():
-        for w, rows in work:
+        for w, rows, gradient in work:
             if w is None:
                 y = F.scaled_dot_product_attention(*qkv[rows], is_causal=past == 0)
-                if backward:
+                if backward and gradient:
                     torch.autograd.grad(y, qkv[rows], y.detach())
                 continue
             with torch.no_grad():
                 F.linear(x[w.shape, rows], w)
-                if backward:
+                if backward and gradient:
                     g[w.shape, rows] @ w
                     g[w.shape, rows].t() @ x[w.shape, rows]
     return step
@@ -543,7 +545,7 @@ def bench_train(b, names):
     for name, c in configs.items():
         seconds, floor = (statistics.median(times[name, kind]) for kind in (0, 1))
         tokens = b.batch_size * c.block_size
-        flops = 3 * tokens * c.flops_per_token()
+        flops = tokens * c.step_flops_per_token(c.recurrence)
         rows.append({"cell": name, "tokens/s": tokens / seconds, "GFLOP/s": flops / seconds / 1e9,
                      "floor GFLOP/s": flops / floor / 1e9, "of floor": floor / seconds,
                      "first s": firsts[name][0], "graphs": firsts[name][1], "MFU": flops / seconds / peak if peak else None,

@@ -117,13 +117,18 @@ class ModelConfig:
             total += self.n_core * (24 * D**2 + 4 * kept * D) * kept / T
         return total + rule.flops(self, depth, T, accounting == "paper") + head * 2 * D * self.vocab_size
 
+    def step_flops_per_token(self, depth, accounting="executed", head=True):
+        """Operations per token of a training step: forward, and twice as many backward through the steps with gradient."""
+        forward = lambda r: self.flops_per_token(r, None, accounting, head)
+        return forward(depth) + 2 * forward(min(depth, RULES[self.variant].backprop_steps))
+
     def train_flops_per_token(self, accounting="executed", head=True):
-        """Expected operations of a token's training: forward, and twice as many backward through the steps with gradient."""
-        forward = lru_cache(lambda r: self.flops_per_token(r, None, accounting, head))
+        """Operations per token of a training step, expected over the depths that it draws."""
+        at = lru_cache(lambda r: self.step_flops_per_token(r, accounting, head))
         depths = range(1 if self.sampling == "uniform" else self.recurrence, self.recurrence + 1)
         if self.sampling == "poisson":
             depths = [sample_depth(self, 0, step) for step in range(10_000)]
-        return sum(forward(r) + 2 * forward(min(r, RULES[self.variant].backprop_steps)) for r in depths) / len(depths)
+        return sum(at(r) for r in depths) / len(depths)
 
 
 class Attention(nn.Module):
@@ -484,7 +489,8 @@ class Transformer(nn.Module):
         logits = None if want == "none" else F.linear(x[:, -1:] if want == "last" else x, self.wte.weight)
         if targets is None:
             return logits, None
-        loss = (ChunkedCrossEntropy.apply(x.flatten(0, 1), self.wte.weight, targets.flatten()) if logits is None else
+        head = self.wte.weight if grad else self.wte.weight.detach()    # the loss computes no gradient that nobody wants
+        loss = (ChunkedCrossEntropy.apply(x.flatten(0, 1), head, targets.flatten()) if logits is None else
                 F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()))
         return logits, loss + rule.penalty(shared) if self.training else loss
 

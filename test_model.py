@@ -878,13 +878,14 @@ def test_a_run_ends_with_exactly_its_steps(work, monkeypatch, capsys):
     assert [e["step"] for e in log("run-5-3")[0]] == [0, 1, 2, 3, 4] and [e["step"] for e in log("run-5-3")[1]] == [3, 5]
 
 
-def test_extending_a_run_keeps_its_log(work):
-    """A finished run that is given more steps keeps every entry of its log, the last validation among them."""
+@pytest.mark.parametrize("interval, steps", [(4, [2, 4, 8]), (3, [2, 4, 6, 8])])
+def test_extending_a_run_keeps_its_log(interval, steps, work):
+    """A finished run that is given more steps keeps every entry of its log, the last validation among them, each once."""
     run(max_iters=4, eval_interval=2)
     before = log()
-    run(max_iters=8, eval_interval=4)
+    run(max_iters=8, eval_interval=interval)
     training, validation = log()
-    assert training[:4] == before[0] and [e["step"] for e in validation] == [2, 4, 8]
+    assert training[:4] == before[0] and validation[:2] == before[1] and [e["step"] for e in validation] == steps
 
 
 def test_an_exception_in_evaluation_loses_nothing(work, monkeypatch):
@@ -1111,6 +1112,31 @@ def test_fresh_moves_the_old_run_aside(work):
                                "--learning_rate=1e-30", "--out_dir=tuned", "--device=cpu"]) == 0
     for name, p in checkpoint("tuned")["model"].items():
         assert torch.allclose(p, checkpoint()["model"][name])
+
+
+def test_fresh_moves_nothing_but_runs(work, capsys):
+    """--fresh with the name of a file, or of a folder that is no run's: refused, and both stay."""
+    Path("notes").mkdir()
+    for out_dir in ("notes", "notes.txt", "."):
+        Path("notes.txt").write_text("mine"), Path("notes/a.txt").write_text("mine")
+        before = everything(work)
+        assert run(out=out_dir, fresh=True) == 2 and everything(work) == before
+        error_line(capsys, "no run's folder")
+
+
+def test_a_source_is_not_trained_over(work, capsys):
+    """--init_from keeps the source's files: where the source is the run's own folder, and where another run is."""
+    run("dense", "out/dense"), run("grt", "out/grt")
+    words = ["--dataset=mini", "--tokens_per_step=128", "--batch_size=8", "--max_iters=12", "--device=cpu"]
+    before = everything(work)
+    for more in ([], ["--fresh"]):
+        assert status(train.main, ["--init_from=out/dense", *words, *more]) == 2 and everything(work) == before
+        error_line(capsys, "init_from=out/dense", "--out_dir")
+    assert status(train.main, ["--init_from=out/dense", "--out_dir=out/grt", *words]) == 2 and everything(work) == before
+    run("dense", "mine"), capsys.readouterr()
+    assert run("dense", "out/dense", init_from="mine", max_iters=12) == 2
+    error_line(capsys, "out/dense", "init_from", "now mine")
+    assert {k: v for k, v in everything(work).items() if k in before} == before
 
 
 # -- the machine
@@ -1555,6 +1581,16 @@ def test_chunked_loss_is_cross_entropy(chunk, monkeypatch):
     assert low.item() != pytest.approx(F.cross_entropy((x / 30) @ W.t(), targets).item(), rel=1e-6)
 
 
+def test_evaluation_computes_no_gradient():
+    """Under no_grad the chunked loss costs the head's product alone, as the plain one does, and is the same."""
+    c = tiny("grt")
+    model, x = make(c).eval(), text(c)
+    with torch.no_grad():
+        losses = [model(x, x, want=want)[1].item() for want in ("all", "none")]
+        plain, chunked = (count_operations(lambda: model(x, x, want=want)) for want in ("all", "none"))
+    assert chunked == plain and losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The bench
 
@@ -1562,12 +1598,16 @@ def test_chunked_loss_is_cross_entropy(chunk, monkeypatch):
 @each_variant
 def test_the_floor_is_the_model_s_own_products(variant):
     """The products that bench.py times alone are all of the model's operations but routers and lookups."""
-    c = tiny(variant, recurrence=1 if variant == "dense" else 3)
+    c = tiny(variant, recurrence={"dense": 1, "poisson": 10}.get(variant, 3))    # 10: two without gradient
     model, T = make(c).train(), c.block_size
     work = bench.products(model, T)
-    counted = sum(2 * rows * w.numel() if w is not None else 4 * rows**2 * c.n_embd for w, rows in work)
+    counted = sum(2 * rows * w.numel() if w is not None else 4 * rows**2 * c.n_embd for w, rows, _ in work)
     routers = c.variant == "mor" and T * model.rule.flops(c, c.recurrence, T)
     assert counted + routers == T * c.flops_per_token()
+    x = text(c, B=1)
+    step = count_operations(lambda: model(x, x)[1].backward())
+    floor = count_operations(bench.bare(model, 1, T, backward=True))
+    assert floor == pytest.approx(step, rel=0.02) and T * c.step_flops_per_token(c.recurrence) == pytest.approx(step, rel=0.02)
 
 
 def test_bench_count(capsys):

@@ -324,11 +324,12 @@ class Log:
                 raise ConfigError("logger=wandb needs the package: pip install wandb") from None
             self.wandb = wandb.init(project="grt", id=c.run_dir.name, resume="allow", config=dataclasses.asdict(c))
         kept = []
-        if start and self.path.exists():    # steps after the checkpoint will come again
+        if start and self.path.exists():    # steps after the checkpoint will come again, its own evaluation if it is due
+            due = start % c.eval_interval == 0 or start == c.steps
             for line in self.path.read_text().splitlines():
                 with contextlib.suppress(ValueError):
                     entry = json.loads(line)
-                    if "settings" in entry or entry.get("step", 0) < start:
+                    if "settings" in entry or entry.get("step", 0) < start + ("val_loss" in entry and not due):
                         kept.append(line)
         publish_text("".join(line + "\n" for line in kept), self.path)
         self.write(header | ({"resumed_at": start} if start else {}))
@@ -383,7 +384,10 @@ def checkpoint_path(where):
 
 
 def move_aside(folder):
-    """Rename a run's folder to the first free <folder>.old-N."""
+    """Rename a run's folder to the first free <folder>.old-N. Raises ConfigError where it holds no run."""
+    folder = folder.resolve()
+    if not any((folder / name).exists() for name in ("log.jsonl", "latest.pt", "best.pt")):
+        raise ConfigError(f"{folder} is no run's folder: --fresh will not move it; choose another --out_dir")
     n = 1
     while (aside := folder.with_name(f"{folder.name}.old-{n}")).exists():
         n += 1
@@ -443,6 +447,9 @@ def train(c, should_stop=lambda: False):
         if "optimizer" not in saved and not c.eval_only:
             raise ConfigError(f"{latest} holds weights alone; start a run of your own from them: --init_from={run_dir}")
         check_same_run(saved["settings"], c)
+        if c.init_from and c.init_from != (began := saved["settings"].get("init_from", "")):
+            raise ConfigError(f"{run_dir} holds a run with init_from={began} (now {c.init_from}); choose another --out_dir, or "
+                              "--fresh to move it aside")
     elif c.init_from:
         saved = load_checkpoint(checkpoint_path(c.init_from))
     elif c.eval_only:
@@ -558,7 +565,7 @@ def train(c, should_stop=lambda: False):
         loss, stop = all_sum(torch.tensor([loss_sum.item(), float(should_stop())], dtype=torch.float64), device, ranks).tolist()
         loss /= ranks.world
         tokens_since += c.tokens_per_step
-        flops_since += c.tokens_per_step * 3 * c.flops_per_token(depth)
+        flops_since += c.tokens_per_step * c.step_flops_per_token(depth)
         if main and (step % c.log_interval == 0 or step == steps - 1):
             now = time.perf_counter()
             clock, speed = clock + now - since, tokens_since / (clock + now - since)
@@ -588,13 +595,15 @@ def read_settings(argv):
     c = config.load(TrainConfig, argv, __doc__)
     if not c.init_from:
         return c
-    if checkpoint_path(c.init_from).parent.resolve() == c.run_dir.resolve():
-        raise ConfigError(f"init_from={c.init_from} is where this run would go; give it another --out_dir")
-    latest = c.run_dir / "latest.pt"
-    source = latest if latest.exists() and not c.fresh else checkpoint_path(c.init_from)
+    latest, source = c.run_dir / "latest.pt", checkpoint_path(c.init_from)
+    if not source.exists() and latest.exists() and not c.fresh:
+        source = latest                     # a run that has begun goes on without what it began from
     settings = load_checkpoint(source)["settings"]
     shape = {f.name: settings[f.name] for f in dataclasses.fields(ModelConfig) if f.name in settings}
-    return config.load(TrainConfig, argv, over=shape)
+    c = config.load(TrainConfig, argv, over=shape)          # its variant may say where the run goes
+    if checkpoint_path(c.init_from).parent.resolve() == c.run_dir.resolve():
+        raise ConfigError(f"init_from={c.init_from} is where this run would go; give it another --out_dir")
+    return c
 
 
 def main(argv=None):
